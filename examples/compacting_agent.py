@@ -2,9 +2,9 @@
 
     python examples/compacting_agent.py
 
-A key is said first and asked for last, behind more words than the context holds. The agent lets the policy write a note
-and goes on with the note alone. Only the last answer is rewarded, so the policy has to learn what to write down, and to
-read it. The model has two layers and starts with random weights; a minute or two on two cores.
+The policy is given a key and has to say it in every answer, behind more words than its context holds. The agent lets it
+write a note and goes on with the note alone, so the policy has to learn what to write down, and to read it. The model
+has two layers and starts with random weights; a minute or two on two cores.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from winnow.tasks.agents import with_agent
 KEYS = ("red", "blue", "green", "black")
 WORDS = ["<eos>", "<unk>", "<user>", "<bot>", *KEYS, "la", "key", "note", "is", "?", "ask"]
 FILLER = "la la la la la la la la"
+QUESTIONS = (FILLER, FILLER, FILLER, "key ?")
 CONTEXT = 40
 """Tokens of a segment."""
 TEMPLATE = (
@@ -36,7 +37,8 @@ SETTINGS: dict[str, Any] = {
     "max_prompt_length": 12,
     "max_completion_length": 120,
     "context_length": CONTEXT,
-    "learning_rate": 5e-3,
+    "learning_rate": 3e-3,
+    "entropy_coef": 0.01,
     "advantage": "rloo",
     "max_skipped_steps": 1000,
     "threads": 1,
@@ -85,27 +87,32 @@ def user(text: str) -> dict[str, str]:
 
 
 def compacting(prompt: str, answer: str, base_url: str) -> float:
-    """Go on with a note when the next question would not fit."""
+    """Go on with a note when the next question would not fit; return the share of right answers, the note included."""
     messages = [user(prompt)]
     said, used = ask(base_url, messages)
-    for question in (FILLER, FILLER, "key ?"):
+    answers = [said]
+    for question in QUESTIONS:
         messages.append({"role": "assistant", "content": said})
         if used + 14 > CONTEXT:
             note, _ = ask(base_url, [*messages, user("note ?")])
+            answers.append(note)
             messages = [user(note)]
         messages.append(user(question))
         said, used = ask(base_url, messages)
-    return float(said.split()[:1] == [answer])
+        answers.append(said)
+    return answers.count(answer) / len(answers)
 
 
 def whole(prompt: str, answer: str, base_url: str) -> float:
     """The same questions with the whole history."""
     messages = [user(prompt)]
     said, _ = ask(base_url, messages)
-    for question in (FILLER, FILLER, "key ?"):
+    answers = [said]
+    for question in QUESTIONS:
         messages += [{"role": "assistant", "content": said}, user(question)]
         said, _ = ask(base_url, messages)
-    return float(said.split()[:1] == [answer])
+        answers.append(said)
+    return answers.count(answer) / len(answers)
 
 
 def play(base_url: str) -> dict[str, float]:
@@ -118,7 +125,7 @@ def play(base_url: str) -> dict[str, float]:
     return {"proposer": 1.0 - 0.5 * right, "solver": float(right)}
 
 
-def train(model: Path, agent: Any, run: Path, *, turn_length: int = 2, **more: Any) -> list[dict[str, Any]]:
+def train(model: Path, agent: Any, run: Path, *, turn_length: int = 1, **more: Any) -> list[dict[str, Any]]:
     """Train the model with an agent; return the metrics of all steps."""
     task = with_agent(DatasetConfig(str(model / "rows.jsonl")).build(), agent, max_turn_length=turn_length)
     Trainer(model=str(model), env=task, config=SETTINGS | {"output_dir": str(run)} | more).train()
@@ -127,7 +134,7 @@ def train(model: Path, agent: Any, run: Path, *, turn_length: int = 2, **more: A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--output", type=Path, default=Path("runs/compacting"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
