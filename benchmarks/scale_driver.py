@@ -39,10 +39,10 @@ from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import Limits
 from winnow.run.build import build_methods
 from winnow.sampler import SamplerContext, pool
+from winnow.sampler.base import PoolOptions
 from winnow.sampler.buffer import Buffer
 from winnow.sampler.codec import group_from, group_state
 from winnow.sampler.handle import Inbox, Message
-from winnow.sampler.options import PoolOptions
 from winnow.sampler.pool import SamplerPool
 from winnow.sampler.scheduling import AsyncPace
 from winnow.study.warm_start import word_tokenizer

@@ -21,9 +21,9 @@ from winnow.base import noise
 from winnow.env.base import Env, RewardFn
 from winnow.learner import batch
 from winnow.learner.base import Stats
-from winnow.learner.batch import rows_of
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.rows import rows_of
 from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct.none import NoScale

@@ -23,9 +23,9 @@ from winnow.base.weights import HalvedWeights, RemoteWeights, from_bytes
 from winnow.config import ConfigError, RunConfig, validate
 from winnow.engine.skeleton import unloaded
 from winnow.learner import Learner, LearnerLostError, Local, Policy
-from winnow.learner.batch import Pool, Row
 from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.ranks import Ranks
+from winnow.learner.rows import Pool, Row
 from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.advantage.in_update import Weighing

@@ -21,9 +21,10 @@ from winnow.base.noise import noise_key
 from winnow.engine.base import Finished, Request, SamplingParams
 from winnow.engine.local.engine import LocalEngine
 from winnow.learner.base import Stats
-from winnow.learner.batch import MicroBatch, Row, collate
+from winnow.learner.batch import MicroBatch, collate
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.rows import Row
 from winnow.methods.loss import LossConfig
 from winnow.types import Rollout
 

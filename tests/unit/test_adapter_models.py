@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -433,17 +434,24 @@ class TestSavedTypes:
     ) -> None:
         found = {}
 
-        def upload(run_dir: Path, c: Any, source: Path, folder: Path) -> Any:
-            for file in source.glob("*.safetensors"):
-                found[folder.parent.name, file.name] = {t.dtype for t in load_file(file).values()}
+        class Api:
+            def __init__(self, **_: Any) -> None: ...
 
-        monkeypatch.setattr("winnow.run.hub._upload", upload)
+            def create_repo(self, name: str, **_: Any) -> Any:
+                return SimpleNamespace(repo_id=name)
+
+            def upload_folder(self, folder_path: Path, commit_message: str, **_: Any) -> Any:
+                for file in folder_path.glob("*.safetensors"):
+                    found[commit_message.split()[0], file.name] = {t.dtype for t in load_file(file).values()}
+                return SimpleNamespace(commit_url="")
+
+        monkeypatch.setattr("huggingface_hub.HfApi", Api)
         monkeypatch.setenv("HF_TOKEN", "none")
         push = {"push_to_hub": True, "hub_strategy": "every_save", "hub_model_id": "me/x", "max_steps": 1}
         Trainer(config=config | push | {"model": str(half)}).train()
         assert found == {
-            ("step-000001", "model.safetensors"): {torch.bfloat16},
-            ("run", "model.safetensors"): {torch.bfloat16},
+            ("Step", "model.safetensors"): {torch.bfloat16},
+            ("Upload", "model.safetensors"): {torch.bfloat16},
         }
         found.clear()
         lora = {"model": str(adapter), "lora": {"resume": True}, "output_dir": str(tmp_path / "lora")}
@@ -452,8 +460,8 @@ class TestSavedTypes:
         changed(adapter, base_model_name_or_path=str(half))
         Trainer(config=config | push | lora).train()
         assert found == {
-            ("step-000001", "adapter_model.safetensors"): {torch.float16},
-            ("lora", "model.safetensors"): {torch.bfloat16},
+            ("Step", "adapter_model.safetensors"): {torch.float16},
+            ("Upload", "model.safetensors"): {torch.bfloat16},
         }
 
     def test_a_warm_start_keeps_it(self, half: Path, tmp_path: Path) -> None:

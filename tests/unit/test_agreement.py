@@ -19,9 +19,9 @@ from winnow.engine import ModelReference
 from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
 from winnow.learner.agreement import BOUNDS, compare, require_agreement
-from winnow.learner.batch import Row
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.rows import Row
 from winnow.methods.loss import LossConfig
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError

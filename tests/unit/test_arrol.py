@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from winnow.config import ConfigError
-from winnow.learner.batch import rows_of
+from winnow.learner.rows import rows_of
 from winnow.methods.gate.arrol.gate import Arrol, _sampled_after
 from winnow.methods.gate.arrol.rule import forced_beyond
 from winnow.methods.gate.calibration import survival_factor

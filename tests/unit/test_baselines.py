@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.learner.batch import rows_of
+from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES, reinforce_pp, remax
 from winnow.types import Group
 
@@ -46,7 +46,8 @@ def test_reinforce_pp_sees_other_groups_and_lengths() -> None:
     np.testing.assert_allclose([a, b], [[1, 1], [-1, -1]], rtol=1e-5)
     (alone,) = advantage.of_batch([make_group(0, [1.0, 0.0], [3, 1])])
     np.testing.assert_allclose(alone, [0.25 / 0.1875**0.5, -0.75 / 0.1875**0.5], rtol=1e-5)
-    np.testing.assert_allclose(advantage(np.array([1.0, 0.0, np.nan])), [1.0, -1.0, np.nan], rtol=1e-5)
+    (failed,) = advantage.of_batch([make_group(0, [1.0, 0.0, None])])
+    np.testing.assert_allclose(failed, [1.0, -1.0, np.nan], rtol=1e-5)
     with pytest.raises(ValueError, match="finite"):
         reinforce_pp(np.array([1.0, np.inf]), np.ones(2))
 

@@ -8,18 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.learner.batch import (
-    PASS_TOKENS,
-    Budget,
-    Extent,
-    Row,
-    collate,
-    micro_batches,
-    packed,
-    rows_of,
-    token_weights,
-    with_gradient,
-)
+from winnow.learner.batch import PASS_TOKENS, Budget, Extent, collate, micro_batches, packed
+from winnow.learner.rows import Row, rows_of, token_weights, with_gradient
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
 from winnow.methods.group_kind import GroupJudge, is_zero_variance

@@ -21,7 +21,6 @@ from winnow.config import ConfigError, RunConfig, load_config, name_of, validate
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.loading import load_tokenizer, load_whole, shell_of
 from winnow.engine.local.hf import HFBackend
-from winnow.learner.batch import Row
 from winnow.learner.local import learner as learner_module
 from winnow.learner.local import recompute
 from winnow.learner.local.eval_mode import halve_frozen
@@ -29,6 +28,7 @@ from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.optimizer import saved_state
 from winnow.learner.local.reference import frozen_copy
+from winnow.learner.rows import Row
 from winnow.methods.loss import LossConfig
 from winnow.run import budget, engine_choice
 from winnow.run.auto_settings import settle

@@ -27,7 +27,7 @@ from winnow.engine.loading import resolve_device
 from winnow.engine.local.cache import plan
 from winnow.engine.local.models import make_backend
 from winnow.learner.base import Stats
-from winnow.learner.batch import Budget, Pool, Row, micro_batches
+from winnow.learner.batch import Budget, micro_batches
 from winnow.learner.fsdp.rank import on_host
 from winnow.learner.fsdp.sharded import OPTIMIZER_FOLDER, ShardedLearner
 from winnow.learner.fsdp.shards import save_shards
@@ -37,6 +37,7 @@ from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.reference import frozen_copy
 from winnow.learner.off_policy import sampling_metrics
+from winnow.learner.rows import Pool, Row
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
 from winnow.run import doctor

@@ -96,7 +96,7 @@ def test_it_keeps_no_more_than_there_are_slots_and_computes_the_rest_again() -> 
 
 
 @pytest.mark.parametrize(
-    "event", ["cancelled", "new weights", "new weights meanwhile", "another prompt", "fixed slots"]
+    "event", ["cancelled", "new weights", "new weights meanwhile", "another prompt", "an edited turn", "fixed slots"]
 )
 def test_what_is_kept_is_not_used_where_it_does_not_belong(event: str) -> None:
     model, other = make_model("qwen2"), make_model("qwen2", seed=1)
@@ -119,10 +119,12 @@ def test_what_is_kept_is_not_used_where_it_does_not_belong(event: str) -> None:
         model = other
     if event == "another prompt":
         longer = (1, 2, 5, 4, *said, 9)
+    if event == "an edited turn":
+        longer = (*prompt, said[0], 1 + said[1], 9)
     counted = Counted(engine)
     engine.submit([replace(request, prompt_ids=longer, keep=False)])
     done = run(engine)["a"]
-    expected = (0, len(longer) - 2) if event == "another prompt" else (len(longer), 0)
+    expected = (0, 2) if event == "an edited turn" else (len(longer), 0)
     assert (counted.prefilled, counted.extended) == expected, "only a common beginning is used"
     np.testing.assert_allclose(
         done.logp, plain_logp(plain_logits(model, longer, done.token_ids), params, done.token_ids), atol=1e-4

@@ -9,10 +9,11 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from winnow.learner.base import Stats
-from winnow.learner.batch import Budget, Row, collate, micro_batches
+from winnow.learner.batch import Budget, collate, micro_batches
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.reference import frozen_copy
+from winnow.learner.rows import Row
 from winnow.methods.loss import LossConfig
 
 from .learner_models import (

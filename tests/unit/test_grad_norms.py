@@ -13,11 +13,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.learner.base import Stats
-from winnow.learner.batch import Budget, MicroBatch, Pool, Row, collate, micro_batches
+from winnow.learner.batch import Budget, MicroBatch, collate, micro_batches
 from winnow.learner.local import grad_norms, logprob, optimal_baseline_update, row_head
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.optimal_baseline_update import ByLength, RowByRow
+from winnow.learner.rows import Pool, Row
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.learner.batch import rows_of
+from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.loss import LossConfig
 from winnow.types import Fate, Group

@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
 from winnow.learner.base import Stats
-from winnow.learner.batch import PASS_TOKENS, Budget, Row, collate, micro_batches
+from winnow.learner.batch import PASS_TOKENS, Budget, collate, micro_batches
 from winnow.learner.local import logprob, vocabulary
 from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution, token_logp
 from winnow.learner.local.merged import MergedWeights
+from winnow.learner.rows import Row
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 from winnow.study.warm_start import word_tokenizer

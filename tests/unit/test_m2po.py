@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.learner.base import Stats
-from winnow.learner.batch import Row, collate, rows_of
+from winnow.learner.batch import collate
 from winnow.learner.local.learner import LocalLearner
+from winnow.learner.rows import Row, rows_of
 from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct.m2po import M2PO, cutoff

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from winnow.learner.base import Stats
-from winnow.learner.batch import Budget, Pool, Row, collate, micro_batches, rows_of, with_gradient
+from winnow.learner.batch import Budget, collate, micro_batches
+from winnow.learner.rows import Pool, Row, rows_of, with_gradient
 from winnow.methods.advantage import ADVANTAGES, opo, optimal_baseline
 from winnow.methods.advantage.otb import at_tokens, token_baselines, token_sums
 from winnow.methods.correct import Evidence

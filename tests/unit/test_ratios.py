@@ -70,5 +70,5 @@ def test_the_reference_is_fixed_or_measured_and_resumes() -> None:
     resumed.load_state_dict(measured.state_dict())
     assert resumed(0.2) == measured(0.2) == pytest.approx(0.5)
     for bad in ({"reference": 0.0}, {"reference": "guessed"}, {"measured_steps": 0}):
-        with pytest.raises(ValueError, match="must"):
+        with pytest.raises(ValueError, match="must lie in"):
             Ess(**bad)

@@ -109,8 +109,9 @@ class NoChannel:
 def test_samplers_and_ranks_have_charts_of_their_own() -> None:
     """The names that the page looks for are those that are logged."""
     source = (ASSETS / "workers.js").read_text()
-    counts = {"seconds": 1.0, "idle_s": 0.0, "tokens": 1.0, "memory_mib": 1.0, "gpu_memory_gib": 1.0}
-    member = SamplerHandle(0, NoChannel(), where="", counts=counts)
+    counts = {"memory_mib": 1.0, "gpu_memory_gib": 1.0}
+    member = SamplerHandle(0, NoChannel(), where="", memory=counts)
+    member.spell.spent.update({"seconds": 1, "idle_s": 0, "tokens": 1})
     for name in member.metrics():
         assert f'["sampler", "{name.rpartition("/")[2]}"' in source
     assert '["rank", "memory_mib"' in source

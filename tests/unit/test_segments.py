@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from winnow.env.base import StepResult
-from winnow.learner.batch import rows_of
+from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.agents import by_agent
 from winnow.methods.group_kind import BY_REWARDS
 from winnow.tasks.agents import with_agent
-from winnow.types import Group, GroupKind, Visit
+from winnow.types import Group, GroupKind, Prompt, Visit
 
 from ..builders.tool_rollouts import roll
 from ..builders.tools import TEMPLATE, OneTurn, make_tokenizer
@@ -247,3 +248,90 @@ def test_an_agent_without_a_turn_has_no_part_in_its_group(tokenizer):
     rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent), [["none"], ["q", "yes"], ["q", "no"]])
     _, solver = by_agent([Group(Visit(0, 0, OneTurn().train[0]), rollouts)])
     assert [r.reward for r in solver.rollouts] == [None, 1.0, 0.0]
+
+
+def test_a_truncated_rollout_counts_for_all_its_agents(tokenizer):
+    """Running out of the context costs them something."""
+
+    def agent(base_url, prompt):
+        ask(base_url, [user("Ask.")], model="policy/proposer")
+        answer = text_of(ask(base_url, prompt, model="policy/solver"))
+        if answer == "more":
+            ask(base_url, [user("a" * 400)])
+        return {"proposer": 1.0, "solver": 1.0}
+
+    rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent), [["q", "more", "x"], ["q", "ok"]], context_length=200)
+    assert [(r.stop_reason, r.reward) for r in rollouts] == [("length", 0.0), ("env", 1.0)]
+    proposer, solver = by_agent([Group(Visit(0, 0, OneTurn().train[0]), rollouts)])
+    assert [r.reward for r in proposer.rollouts] == [r.reward for r in solver.rollouts] == [0.0, 1.0]
+
+
+def test_an_agent_without_a_name_has_its_reward(tokenizer):
+    def agent(base_url, prompt):
+        ask(base_url, prompt)
+        ask(base_url, [user("Ask.")], model="policy/solver")
+        return {"": 1.0, "solver": 0.0}
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a", "b"]])
+    unnamed, solver = by_agent([Group(Visit(0, 0, OneTurn().train[0]), [rollout])])
+    assert (unnamed.rollouts[0].reward, solver.rollouts[0].reward) == (1.0, 0.0)
+    assert tokenizer.decode(unnamed.rollouts[0].token_ids) == "a<e>"
+
+
+def test_rewards_for_agents_that_never_asked_are_no_signal(tokenizer):
+    def agent(base_url, prompt):
+        return {"slover": float(text_of(ask(base_url, prompt, model="policy/solver")) == "yes")}
+
+    rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent), [["yes"], ["no"]])
+    assert BY_REWARDS.kind(Group(Visit(0, 0, OneTurn().train[0]), rollouts)) is GroupKind.NOT_JUDGED
+
+
+def test_a_reward_that_is_no_number_fails_the_rollout(tokenizer):
+    def agent(base_url, prompt):
+        ask(base_url, prompt, model="policy/solver")
+        return {"solver": float("nan")}
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["yes"]])
+    assert rollout.reward is None
+    assert rollout.agent_rewards == {}
+    assert "unusable reward ({'solver': nan})" in rollout.reason
+
+
+@pytest.mark.parametrize("history", ["exact", "template"])
+def test_an_agent_that_continues_anothers_words_has_a_segment_of_its_own(tokenizer, history):
+    def agent(base_url, prompt):
+        answer = text_of(ask(base_url, prompt, model="policy/proposer"))
+        ask(base_url, [*prompt, said(answer), user("And you?")], model="policy/solver")
+        return {"proposer": 1.0, "solver": 0.0}
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a", "b"]], history=history)
+    assert [segment.agent for segment in rollout.segments] == ["proposer", "solver"]
+
+
+def test_a_request_that_is_repeated_after_others_gets_its_answer(tokenizer):
+    def agent(base_url, prompt):
+        first = text_of(ask(base_url, prompt, retry="0"))
+        ask(base_url, [user("Else?")], retry="0")
+        return float(text_of(ask(base_url, prompt, retry="1")) == first)
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a", "b", "c"]])
+    assert (rollout.reward, len(rollout.turns)) == (1.0, 2)
+
+
+class Silent(Echo):
+    """Answers nothing; keeps what it was given."""
+
+    seen: ClassVar[list[str]] = []
+
+    def step(self, text):
+        self.seen.append(text.whole)
+        self.turns += 1
+        return StepResult("", 1.0, done=self.turns == 3)
+
+
+def test_an_empty_answer_hides_nothing_of_the_next_action(tokenizer):
+    task = Talk()
+    task.train = [Prompt("p", 0, text="Count.")]
+    task.make_env = lambda prompt: Silent()
+    roll(tokenizer, task, [["one", "two", "three"]])
+    assert Silent.seen == ["one<e>", "two<e>", "three<e>"]

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("trl")
 
 from winnow.integrations.trl_batch import batch_of
-from winnow.learner.batch import token_weights
+from winnow.learner.rows import token_weights
 
 LONGEST = 9
 

@@ -64,15 +64,24 @@ class ModelTurn(str):
     """The stop string that the text ends with, or empty text."""
     whole: str
     """The text with every special token, for parsers of tool calls."""
-    prompt_tokens: int = 0
+    prompt_tokens: int
     """Tokens that the model had before this turn."""
-    tokens: int = 0
+    tokens: int
     """Tokens that it sampled."""
 
-    def __new__(cls, text: str, stop_reason: str, stop_string: str = "", whole: str | None = None) -> ModelTurn:
+    def __new__(
+        cls,
+        text: str,
+        stop_reason: str,
+        stop_string: str = "",
+        whole: str | None = None,
+        prompt_tokens: int = 0,
+        tokens: int = 0,
+    ) -> ModelTurn:
         said = super().__new__(cls, text)
         said.stop_reason, said.stop_string = stop_reason, stop_string
         said.whole = text if whole is None else whole
+        said.prompt_tokens, said.tokens = prompt_tokens, tokens
         return said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import glob, has_magic
+from itertools import count, cycle, repeat
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,8 @@ def rows_of(data: Iterable[Any], name: str) -> Iterator[Row]:
     if isinstance(data, Mapping):
         splits = ", ".join(map(repr, data))
         raise DataError(f"{name}: has splits or columns {splits}; give one split, e.g. dataset['train'], or rows")
+    if isinstance(data, count | cycle | repeat):
+        raise _endless(data, name)
     uncounted, number = not hasattr(data, "__len__"), 0
     for number, values in enumerate(_one_by_one(data), start=1):
         if not isinstance(values, Mapping):

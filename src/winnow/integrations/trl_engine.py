@@ -16,8 +16,8 @@ from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..learner.agreement import require_agreement
 from ..learner.base import Learner
-from ..learner.batch import Row
 from ..learner.local.merged import MergedWeights
+from ..learner.rows import Row
 from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner

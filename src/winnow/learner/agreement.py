@@ -13,7 +13,7 @@ import torch
 from ..config import ConfigError
 from ..types import Rollout
 from .base import Learner
-from .batch import Row
+from .rows import Row
 
 BOUNDS = {"float64": 1e-3, "float32": 1e-3, "tfloat32": 1e-2, "float16": 2e-2, "bfloat16": 1e-1}
 """Largest mean |difference|, nats per token, by the coarser dtype of both sides. Rounding alone gives about a tenth."""

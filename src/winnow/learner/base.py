@@ -13,7 +13,7 @@ from ..base.weights import WeightSource
 from ..engine.facts import n_tokens
 from ..methods.loss import LossConfig
 from ..types import Rollout
-from .batch import Row
+from .rows import Row
 
 OF_ROWS = ("log_w_B", "log_ratio_N", "baselines", "row_norm_B")
 """Fields of `Stats` that are lists of tensors."""

@@ -1,8 +1,6 @@
-"""Convert admitted groups to arrays.
+"""Micro-batches: rows of an update as padded arrays, split by a token budget.
 
-A row is one segment of a rollout (mostly the whole rollout) with an advantage. Rows are first weighted over the whole
-optimizer batch (the token reduction). Rows without a gradient are then dropped, and the rest is split into
-micro-batches by a token budget. Rows of one rollout stay in one micro-batch, where sums over the rollout are taken.
+Rows of one rollout stay in one micro-batch, where sums over the rollout are taken.
 """
 
 from __future__ import annotations
@@ -15,43 +13,14 @@ from typing import cast
 import numpy as np
 import torch
 
-from ..methods.advantage import Advantage, InUpdate
 from ..methods.advantage.in_update import Weighing
-from ..methods.loss import LossConfig, LossType
-from ..types import Fate, Group, Rollout
+from .rows import Pool, Row, rollouts_of
 
 PASS_TOKENS = 512
 PASS_TOKENS_CUDA = 2048
 """Upper bound on the tokens that cost as much as the overhead of one more forward and backward pass."""
 BLOCK = 0.75
 """Share of the token budget for rows whose activations are partly kept until their common baselines are known."""
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Rows that share a baseline which the update computes."""
-
-    number: int
-    weighing: Weighing
-
-
-@dataclass(frozen=True)
-class Row:
-    """One segment of a rollout as the loss sees it."""
-
-    rollout: Rollout
-    """The segment alone (`Rollout.parts`)."""
-    advantage: float
-    weight: float
-    """Coefficient of each of its tokens in the loss."""
-    pool: Pool | None = None
-    """Pool over which the update computes the baseline. `advantage` is then the reward; `weight` includes its scale."""
-    whole: int | None = None
-    """Number of the rollout that it is a segment of, the same for all its rows; None: it is the only one."""
-
-    @property
-    def length(self) -> int:
-        return len(self.rollout.prompt_ids) + len(self.rollout.token_ids)
 
 
 @dataclass(frozen=True)
@@ -109,110 +78,6 @@ class MicroBatch:
     """None: `advantages_B` are final."""
     rollout_B: torch.Tensor | None = None
     """int64: number of the row's rollout, ascending from 0; None: each row is a rollout."""
-
-
-def rows_of(
-    groups: Sequence[Group],
-    advantage: Advantage,
-    loss_type: LossType,
-    *,
-    max_completion_length: int,
-    mask_truncated: bool = False,
-    unbiased: bool = False,
-    equal_groups: bool = False,
-) -> list[Row]:
-    """Return the rows of a batch, in order of groups and siblings, with weights that sum the loss over all of them.
-
-    Members without a reward (failed, pruned) and greedy members are omitted. `unbiased`: each row counts as 1 / (its
-    survival probability) rollouts, and the mean includes pruned members (Horvitz and Thompson). The expected loss then
-    equals that without pruning, except for the effect of pruning on advantage baselines and, under `dapo`, the
-    estimated number of tokens. `equal_groups`: average within each group, then over groups. Raises FloatingPointError
-    on a non-finite advantage.
-    """
-    members: list[list[tuple[Rollout, float]]] = []
-    pools: list[tuple[float, Pool | None]] = []
-    for number, (group, advantages_G) in enumerate(zip(groups, advantage.of_batch(groups), strict=True)):
-        factor, pool = 1.0, None
-        if isinstance(advantage, InUpdate):
-            factor = advantage.factor(group.rewards())
-            pool = Pool(number if advantage.scope == "group" else 0, advantage.weighing)
-        members.append([])
-        for rollout, a in zip(group.rollouts, advantages_G, strict=True):
-            if rollout.reward is None or rollout.greedy or (mask_truncated and rollout.stop_reason == "length"):
-                continue
-            if not np.isfinite(a):
-                raise FloatingPointError(f"advantage {a} for visit {group.visit.number}, sibling {rollout.sibling}")
-            members[-1].append((rollout, float(a if pool is None else rollout.reward)))
-            pools.append((factor, pool))
-    pruned = [sum(r.fate == Fate.PRUNED for r in group.siblings) if unbiased else 0 for group in groups]
-    everyone = [member for some in members for member in some]
-    means = list(zip(members, pruned, strict=True)) if equal_groups else [(everyone, sum(pruned))]
-    means = [(some, absent) for some, absent in means if len(some) + absent]
-    weights: list[float] = []
-    for some, absent in means:
-        lengths = np.array([int(r.action_mask.sum()) for r, _ in some], dtype=np.float64)
-        times = np.array([1 / r.survival_p if unbiased else 1.0 for r, _ in some])
-        count = len(some) + absent
-        weights += token_weights(lengths, loss_type, max_completion_length, times, count, len(means)).tolist()
-    rows: list[Row] = []
-    for (rollout, a), weight, (factor, pool) in zip(everyone, weights, pools, strict=True):
-        rows += rows_of_rollout(rollout, a, weight * factor, pool, whole=len(rows))
-    return rows
-
-
-def rows_of_rollout(
-    rollout: Rollout, advantage: float = 0.0, weight: float = 0.0, pool: Pool | None = None, *, whole: int = 0
-) -> list[Row]:
-    """Return one row per segment. `whole`: a number that no other rollout of the batch has."""
-    number = whole if rollout.later else None
-    return [Row(part, advantage, weight, pool, number) for part in rollout.parts()]
-
-
-def rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows of each rollout, in order of their first rows."""
-    found: dict[tuple[str, int], list[Row]] = {}
-    for number, row in enumerate(rows):
-        key = ("alone", number) if row.whole is None else ("whole", row.whole)
-        found.setdefault(key, []).append(row)
-    return list(found.values())
-
-
-def token_weights(
-    lengths_N: np.ndarray,
-    loss_type: LossType,
-    max_completion_length: int,
-    times_N: np.ndarray | float = 1.0,
-    count: int | None = None,
-    groups: int = 1,
-) -> np.ndarray:
-    """Return the weight per token of each row with `lengths_N` action tokens; the loss is the plain sum over tokens.
-
-    float64 [N] -> [N]. dapo 1/sum(len); grpo 1/(N len); dr_grpo 1/(N max_completion_length); sequence_sum 1/N. A row
-    may represent `times_N` rollouts, out of `count` (default N). `groups`: number of group means to average over.
-    """
-    n, times_N = max(len(lengths_N) if count is None else count, 1) * groups, np.ones(len(lengths_N)) * times_N
-    if loss_type == "dapo":
-        return times_N / (max((lengths_N * times_N).sum(), 1) * groups)
-    if loss_type == "grpo":
-        return times_N / (n * np.maximum(lengths_N, 1))
-    if loss_type == "dr_grpo":
-        return times_N / (n * max_completion_length)
-    return times_N / n
-
-
-def with_gradient(rows: Sequence[Row], loss: LossConfig) -> list[Row]:
-    """Return the rows that can contribute a gradient; without KL and entropy terms, advantage 0 contributes none.
-
-    A pool contributes no gradient if all its rewards are equal; otherwise all its rows do.
-    """
-    alive = [row for row in rows if row.rollout.action_mask.any() and row.weight != 0]
-    if not loss.only_advantages:
-        return alive
-    rewards: dict[Pool, set[float]] = {}
-    for row in alive:
-        if row.pool is not None:
-            rewards.setdefault(row.pool, set()).add(row.advantage)
-    return [row for row in alive if (row.advantage != 0 if row.pool is None else len(rewards[row.pool]) > 1)]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from ..types import Group
 from .base import Learner
-from .batch import rows_of_rollout
+from .rows import rows_of_rollout
 
 
 def kl_to_reference(groups: Sequence[Group], learner: Learner) -> float | None:
@@ -17,14 +17,9 @@ def kl_to_reference(groups: Sequence[Group], learner: Learner) -> float | None:
     Mean of log sampler - log reference over action tokens of rewarded rollouts (k1, unbiased; may be slightly below 0
     if the policy has hardly moved). With lag, it measures the policies that sampled.
     """
-    rows = [
-        row
-        for group in groups
-        for rollout in group.siblings
-        if rollout.reward is not None
-        for row in rows_of_rollout(rollout)
-        if row.rollout.action_mask.any()
-    ]
+    rewarded = [rollout for group in groups for rollout in group.siblings if rollout.reward is not None]
+    every = [row for number, rollout in enumerate(rewarded) for row in rows_of_rollout(rollout, whole=number)]
+    rows = [row for row in every if row.rollout.action_mask.any()]
     if not rows:
         return None
     ratios = []

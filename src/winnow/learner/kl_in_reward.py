@@ -17,7 +17,7 @@ from ..methods.advantage import Advantage
 from ..methods.group_kind import is_zero_variance
 from ..types import Group, Rollout
 from .base import Learner
-from .batch import rows_of_rollout
+from .rows import rows_of_rollout
 
 
 def penalised(

@@ -12,7 +12,7 @@ import torch
 
 from ..methods.correct import effective_sample_size
 from .base import Learner
-from .batch import Row, rollouts_of
+from .rows import Row, rollouts_of
 
 LAG_BANDS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9-16": 9, "17_up": 17}
 """Band name -> its smallest lag, ascending."""

@@ -18,10 +18,10 @@ from ..methods.correct import StepScale
 from ..methods.loss import LossConfig
 from ..types import Group
 from .base import Learner, Stats
-from .batch import Row, rows_of, with_gradient
 from .drift import kl_to_reference
 from .kl_in_reward import penalised
 from .off_policy import ess_ratio, lag_metrics, log_weights, sampling_metrics
+from .rows import Row, rows_of, with_gradient
 
 
 @dataclass(frozen=True)

@@ -62,18 +62,21 @@ class GroupJudge:
     def _kind(self, group: Group) -> GroupKind:
         if not group.verdict.keep:
             return group.verdict.counts_as
-        if any(r.agent_rewards for r in group.rollouts):
-            agents = [self._kind(of_one) for of_one in by_agent([group])]
-            if GroupKind.SIGNAL in agents:
-                return GroupKind.SIGNAL
-        kind = self.of_rewards(group.rewards())
+        kind = self.by_rewards(group)
         if kind.zero_variance:
             return self._level(group, all)
         if kind is not GroupKind.SIGNAL or self.advantage is None or not self.advantage.group_relative:
             return kind
-        if (np.abs(self.advantage.of_batch([group])[0]) > 0).any():  # NaN, an absent member, is not
+        advantages = self.advantage.of_batch(by_agent([group]))
+        if any((np.abs(advantages_G) > 0).any() for advantages_G in advantages):  # NaN, an absent member, is not
             return kind
         return self._level(group, any)
+
+    def by_rewards(self, group: Group) -> GroupKind:
+        """Return the kind of a group by rewards alone, as in `of_rewards`; of several agents, that of the best."""
+        kinds = [self.of_rewards(of_one.rewards()) for of_one in by_agent([group])]
+        best = (GroupKind.SIGNAL, GroupKind.UNKNOWN)
+        return next((kind for kind in best if kind in kinds), GroupKind.NOT_JUDGED)
 
     def of_rewards(self, rewards_G: np.ndarray) -> GroupKind:
         """Return the kind by rewards alone, `UNKNOWN` when they are equal: float [G], NaN where a member is absent."""

@@ -34,7 +34,7 @@ def append_or_restart(tokenizer: Any, prompt: Prompt, sibling: Sibling, observat
 
     `template`: let the chat template render all messages. Raises PromptError when the template refuses them.
     """
-    request = observation if isinstance(observation, NextMessages) else NextMessages((), agent=sibling.agent)
+    request = observation if isinstance(observation, NextMessages) else NextMessages((), agent=sibling.current_agent)
     if request.continues is None or (template and request.whole):
         following = encode_prompt(tokenizer, with_messages(prompt, request.whole, request.tools))
     elif template and sibling.messages is not None:
@@ -46,7 +46,8 @@ def append_or_restart(tokenizer: Any, prompt: Prompt, sibling: Sibling, observat
             return
         following = (*sibling.context(request.continues), *added)
     before = sibling.context()
-    if template and following[: len(before)] == before:
+    same_agent = request.agent == sibling.current_agent
+    if template and same_agent and following[: len(before)] == before:
         _append(sibling, following[len(before) :])
     else:
         sibling.restart(following, request.agent)
@@ -67,8 +68,8 @@ def _as_user(observation: str) -> tuple[Message, ...]:
 
 
 def _assistant(turn: Turn, begun: str) -> Message:
-    """Return an action as the message that a client would send back."""
-    message = turn.message or {"role": "assistant", "content": turn.action.removesuffix(turn.stop_string)}
+    """Return an action as a message of the history."""
+    message = turn.message or {"role": "assistant", "content": turn.action}
     return {**message, "content": begun + str(message["content"] or "")}
 
 

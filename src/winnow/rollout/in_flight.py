@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..env.base import Env, OverlappingEnv, StepResult
+from ..env.rewards.scores import MAX_REWARD
 from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Turn, Visit
 
 
@@ -92,6 +94,10 @@ class Sibling:
         return (*segments[segment].prompt_ids, *tokens[segments[segment].start : stops[segment]])
 
     @property
+    def current_agent(self) -> str:
+        return self.later[-1].agent if self.later else self.agent
+
+    @property
     def context_length(self) -> int:
         """Tokens of the current segment, its prompt included."""
         if not self.later:
@@ -103,11 +109,22 @@ class Sibling:
         stop = self.later[segment].start if 0 <= segment < len(self.later) else self.length
         turn = next(turn for turn in reversed(self.turns) if turn.stop <= stop)
         starts = accumulate((len(ids) for ids, *_ in self.pieces), initial=0)
-        return next(ids for start, (ids, *_) in zip(starts, self.pieces, strict=False) if start == turn.start)
+        pieces = zip(starts, self.pieces, strict=False)
+        return next(ids for start, (ids, sampled, *_) in pieces if sampled and start == turn.start)
 
     def restart(self, prompt_ids: tuple[int, ...], agent: str) -> None:
         """Begin a segment."""
         self.later.append(Segment(self.length, prompt_ids, agent))
+
+    def rewarded(self, given: float | Mapping[str, float]) -> None:
+        """Set the environment's reward, a mapping by agent. Raises ValueError on an unusable one."""
+        by_agent = given if isinstance(given, Mapping) else {"": given}
+        rewards = {agent: float(reward) for agent, reward in by_agent.items()}
+        shown = rewards if by_agent is given else rewards[""]
+        if not all(abs(reward) <= MAX_REWARD for reward in rewards.values()):
+            raise ValueError(f"an unusable reward ({shown})")
+        self.agent_rewards = rewards if by_agent is given else {}
+        self.reward = sum(rewards.values()) / len(rewards)
 
     def decided(self, decision: Decision) -> None:
         """Count a gate's decision about this sibling or its group, even if it has already ended."""

@@ -28,7 +28,6 @@ from ..env.prompting import (
     without_end,
 )
 from ..env.rewards.rewarder import Rewarder
-from ..env.rewards.scores import MAX_REWARD
 from ..env.workers.functions import describe_error
 from ..env.workers.worker import WorkerError
 from ..methods.gate import NamedRule
@@ -214,7 +213,7 @@ class RolloutRunner:
             if sibling.env is None:
                 turn.taken = True
                 sibling.finish(f.stop_reason)
-            elif f.stop_reason == "length" and sibling.length >= self._longest(flight):
+            elif f.stop_reason == "length" and self._is_full(flight, sibling):
                 self._end_episode(flight, sibling, "length")  # the action may be incomplete
             else:
                 self._step_env(flight, sibling, turn)
@@ -230,8 +229,11 @@ class RolloutRunner:
         flight = self._flights[purpose, number]
         return flight, flight.siblings[sibling]
 
-    def _longest(self, flight: Flight) -> int:
-        return self.options[flight.job.purpose].params.max_tokens
+    def _is_full(self, flight: Flight, sibling: Sibling) -> bool:
+        """Return whether the tokens of the rollout or of its current segment are used up."""
+        o = self.options[flight.job.purpose]
+        full = o.context_length is not None and sibling.context_length >= o.context_length
+        return full or sibling.length >= o.params.max_tokens
 
     def _await(self, flight: Flight, sibling: Sibling, answer: Any) -> None:
         self._awaited.append(Awaited(flight, sibling, answer, self.engine.clock + OVERLAP))
@@ -259,9 +261,9 @@ class RolloutRunner:
         env, whole = sibling.env, decode_whole(self.tokenizer, sibling.last_sampled())
         if turn.stop_reason == "stop":
             whole = cut_at_stop(whole, self._stop(flight))
-        said = ModelTurn(turn.action, turn.stop_reason, turn.stop_string, whole)
-        said.tokens = turn.stop - turn.start
-        said.prompt_tokens = sibling.context_length - said.tokens
+        tokens = turn.stop - turn.start
+        before = sibling.context_length - tokens
+        said = ModelTurn(turn.action, turn.stop_reason, turn.stop_string, whole, before, tokens)
         try:
             if isinstance(env, OverlappingEnv):
                 self._await(flight, sibling, env.start_step(said))
@@ -284,11 +286,10 @@ class RolloutRunner:
             self._fail(sibling, f"the environment returned an invalid progress: {error}")
             return
         if result.reward is not None:
-            rewards = result.reward if isinstance(result.reward, Mapping) else {"": result.reward}
-            sibling.agent_rewards = {agent: float(reward) for agent, reward in rewards.items() if agent}
-            sibling.reward = sum(map(float, rewards.values())) / len(rewards)
-            if not all(abs(float(reward)) <= MAX_REWARD for reward in rewards.values()):
-                self._fail(sibling, f"the environment returned an unusable reward ({result.reward})")
+            try:
+                sibling.rewarded(result.reward)
+            except ValueError as error:
+                self._fail(sibling, f"the environment returned {error}")
                 return
         if result.done or len(sibling.turns) >= self.task.max_turns:
             turn.taken = True
@@ -300,14 +301,10 @@ class RolloutRunner:
         append_or_restart(
             self.tokenizer, flight.visit.prompt, sibling, result.observation or "", template=o.history == "template"
         )
-        if o.max_segments is not None and len(sibling.later) >= o.max_segments:
+        over = o.max_segments is not None and len(sibling.later) >= o.max_segments
+        if over or self._is_full(flight, sibling):
             sibling.withdraw(before)
-            self._end_episode(flight, sibling, "segments")
-            return
-        full = o.context_length is not None and sibling.context_length >= o.context_length
-        if full or sibling.length >= o.params.max_tokens:
-            sibling.withdraw(before)
-            self._end_episode(flight, sibling, "length")
+            self._end_episode(flight, sibling, "segments" if over else "length")
             return
         if not sibling.greedy and any(k == len(sibling.turns) for k, _ in flight.undecided):
             sibling.waiting_since = time.monotonic()

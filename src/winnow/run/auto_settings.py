@@ -138,6 +138,8 @@ def _on_gpu(
         need = max(sum(held.values()) for held in phases.values())
         largest = next(phase for phase, held in phases.items() if sum(held.values()) == need)
         for key in chosen:
+            if key == "engine" and gpus is not None:
+                continue  # the plan says why this engine
             why[key] = f"{need / GIB:.1f} of {memory / GIB:.1f} GiB in the {largest} phase"
     return budgets
 

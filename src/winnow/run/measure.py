@@ -35,7 +35,7 @@ from ..engine.base import Finished, Request
 from ..engine.loading import ModelReference, quiet_transformers
 from ..engine.pretrained import located
 from ..learner.agreement import require_agreement
-from ..learner.batch import Row
+from ..learner.rows import Row
 from ..types import Rollout
 from .auto_settings import settle
 from .budget import GIB, Budget, Shapes

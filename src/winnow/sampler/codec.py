@@ -34,6 +34,7 @@ Prompts = Sequence[Prompt] | Mapping[int, Prompt]
 PACKED = "packed"
 ARRAYS = ("token_ids", "action_mask", "sampler_logp", "versions", "confidence", "raw_logp", "last_hidden")
 """Array fields of a rollout. Those of a whole group are packed as one."""
+_TURN = tuple(f.name for f in fields(Turn))
 _VERDICT = tuple(f.name for f in fields(Verdict))
 _PLAIN = tuple(f.name for f in fields(Rollout) if f.name not in (*ARRAYS, "prompt_ids", "turns", "decisions", "later"))
 
@@ -103,10 +104,16 @@ def _rollout_state(rollout: Rollout, prompt_ids: tuple[int, ...]) -> dict[str, A
     state = {name: _plain(getattr(rollout, name)) for name in _PLAIN}
     if rollout.prompt_ids != prompt_ids:
         state["prompt_ids"] = list(rollout.prompt_ids)
-    state["turns"] = [asdict(t) for t in rollout.turns]
+    state["turns"] = [_turn_state(t) for t in rollout.turns]
     state["decisions"] = [_decision_state(d) for d in rollout.decisions]
     state["later"] = [[segment.start, segment.agent] for segment in rollout.later]
     return state
+
+
+def _turn_state(turn: Turn) -> dict[str, Any]:
+    """Encode a turn; of an observation of messages its text."""
+    state = {name: getattr(turn, name) for name in _TURN}
+    return state | {"observation": None if turn.observation is None else str(turn.observation)}
 
 
 def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], left: Iterator[Any]) -> Rollout:

@@ -32,10 +32,10 @@ ZERO = 1e-16
 TEXT = ("task_id", "task_type", "label")
 REQUIRED = ("K", "task_id", "reward_var")
 TYPES: dict[str, Any] = {
-    "K": Annotated[int, Field(ge=1)],
+    "K": Annotated[int, Field(ge=1, le=1_000_000)],
     "task_id": Annotated[str, Field(min_length=1)],
     "reward_var": Annotated[float, Field(ge=0)],
-    "task_type": str,
+    "task_type": Annotated[str, Field(min_length=1)],
     "label": Literal["all_fail", "mixed", "all_succeed"],
     "steps": Annotated[float, Field(ge=0)],
     "steps_k": Annotated[float, Field(ge=0)],

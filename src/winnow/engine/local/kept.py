@@ -44,7 +44,10 @@ class KeptSequences:
                 del self._kept[oldest]
 
     def take(self, id_: Hashable, prompt: tuple[int, ...]) -> Kept | None:
-        """Return the longest beginning of `prompt` kept for `id_`. It is forgotten if `prompt` continues all of it."""
+        """Return the longest beginning of `prompt` kept for `id_`, unless siblings' shared prefill would save more.
+
+        It is forgotten if `prompt` continues all of it.
+        """
         own = self._kept.get(id_, [])
         shared = [_shared(kept.tokens, prompt) for kept in own]
         longest = max(shared, default=0)
@@ -52,11 +55,12 @@ class KeptSequences:
             return None
         number = shared.index(longest)
         kept = own[number]
-        if longest == len(kept.tokens):
-            del own[number]
-            if not own:
-                del self._kept[id_]
-        return kept.up_to(longest)
+        if longest < len(kept.tokens):
+            return kept.up_to(longest) if 2 * longest >= len(prompt) else None
+        del own[number]
+        if not own:
+            del self._kept[id_]
+        return kept
 
     def forget(self, id_: Hashable) -> None:
         self._kept.pop(id_, None)

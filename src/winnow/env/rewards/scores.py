@@ -61,8 +61,8 @@ def _answers(observation: str) -> list[Message]:
     """Return an observation as messages. A request with a history of its own quotes the policy: that is left out."""
     if not isinstance(observation, NextMessages):
         return [{"role": "user", "content": observation}]
-    quoted = "assistant" if observation.continues is None else ""
-    return [dict(m) for m in observation.messages if m["role"] != quoted]
+    quoted = ("assistant", "tool") if observation.continues is None else ()
+    return [dict(m) for m in observation.messages if m["role"] not in quoted]
 
 
 def check_columns(function: str, accepted: Mapping[str, bool], columns: Collection[str]) -> None:

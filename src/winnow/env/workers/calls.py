@@ -75,16 +75,14 @@ def converted(
 
 
 class _Call(Owed):
-    def __init__(self, function: Callable[[], Any], grace_s: float = 0.0) -> None:
+    def __init__(self, function: Callable[[], Any], *, on_loop: bool = False) -> None:
         super().__init__()
-        self.function, self.grace_s = function, grace_s
-        self.home: _Lane | _Loop | None = None
-        """The thread that runs it."""
-        self.started = 0.0
+        self.function, self.on_loop = function, on_loop
+        self.started = time.monotonic() if on_loop else None
 
-    def begin(self, home: _Lane | _Loop) -> None:
+    def run(self) -> None:
         self.started = time.monotonic()
-        self.home = home
+        self.settle(self.function)
 
 
 class Deadlines:
@@ -98,10 +96,10 @@ class Deadlines:
             raise ValueError(f"timeout_s must lie in (0, 1e6], not {timeout_s}")
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._lane: _Lane | None = None
-        self._loop: _Loop | None = None
-        self._abandoned: list[threading.Thread] = []
+        self._lane = _Lane()
+        self._abandoned: list[_Lane] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._blocked_loops = 0
         self._owed: list[_Call] = []
         self._watching = False
         self._closed = False
@@ -112,20 +110,19 @@ class Deadlines:
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         call = _Call(function)
         with self._lock:
-            if self._accepts(call):
-                if self._lane is None:
-                    self._lane = _Lane(self._calls)
-                self._calls.put(call)
+            self._abandoned = [lane for lane in self._abandoned if lane.alive()]
+            if self._accepts(call, len(self._abandoned)):
+                self._lane.put(call)
         return call.future
 
     def submit_async(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        call = _Call(function, GRACE_S)
+        call = _Call(function, on_loop=True)
         with self._lock:
-            if self._accepts(call):
+            if self._accepts(call, self._blocked_loops):
                 if self._loop is None:
-                    self._loop = _Loop()
-                call.begin(self._loop)
-                asyncio.run_coroutine_threadsafe(_run(call, self.timeout_s), self._loop.loop)
+                    self._loop = asyncio.new_event_loop()
+                    threading.Thread(target=self._loop.run_forever, name="winnow-loop", daemon=True).start()
+                asyncio.run_coroutine_threadsafe(_run(call, self.timeout_s), self._loop)
         return call.future
 
     def close(self) -> None:
@@ -134,17 +131,16 @@ class Deadlines:
             self._closed = True
             for call in self._owed:
                 call.fail(RuntimeError("not finished: its caller was closed"))
-            self._calls.put(None)
+            self._lane.retire()
             if self._loop is not None:
-                self._loop.loop.call_soon_threadsafe(self._loop.loop.stop)
+                self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop = None
 
-    def _accepts(self, call: _Call) -> bool:
+    def _accepts(self, call: _Call, hanging: int) -> bool:
         """Watch an accepted call, fail a refused one."""
-        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
         if self._closed:
             call.fail(RuntimeError("not called: its caller was closed"))
-        elif len(self._abandoned) >= MAX_ABANDONED:
+        elif hanging >= MAX_ABANDONED:
             call.fail(NotCalledError())
         else:
             self._owed.append(call)
@@ -164,46 +160,60 @@ class Deadlines:
                     return
 
     def _expire(self) -> None:
-        """Fail calls over time; later calls get another thread, or another loop, than the one that they block."""
         limit = time.monotonic() - self.timeout_s
-        for call in self._owed:
-            if call.home is None or call.started >= limit - call.grace_s or call.future.done():
-                continue
+        current = self._lane.current
+        if current is not None and current.started is not None and current.started < limit:
             reason = f"took over {self.timeout_s:g} s (its thread cannot be killed and was left behind)"
-            call.fail(TimeoutError(reason))
-            if call.home is self._lane:
-                self._lane.abandoned = True
-                self._abandoned.append(self._lane.thread)
-                self._lane = _Lane(self._calls)
-            elif call.home is self._loop:
-                self._abandoned.append(self._loop.thread)
-                self._loop = None
+            current.fail(TimeoutError(reason))
+            self._abandoned.append(self._lane)
+            waiting = self._lane.retire()
+            self._lane = _Lane()
+            for call in waiting:
+                self._lane.put(call)
+        blocked = False
+        for call in self._owed:
+            if call.on_loop and call.started is not None and call.started < limit - GRACE_S and not call.future.done():
+                call.fail(TimeoutError(f"took over {self.timeout_s:g} s and could not be cancelled"))
+                blocked = True
+        if blocked:  # the loop is blocked: later calls get a new one
+            self._blocked_loops += 1
+            self._loop = None
 
 
 class _Lane:
-    """A thread that serves calls, until it is abandoned or finds None."""
-
-    def __init__(self, calls: queue.SimpleQueue[_Call | None]) -> None:
-        self._calls = calls
-        self.abandoned = False
-        self.thread = threading.Thread(target=self._serve, name="winnow-calls", daemon=True)
-        self.thread.start()
-
-    def _serve(self) -> None:
-        while not self.abandoned and (call := self._calls.get()) is not None:
-            if not call.future.done():
-                call.begin(self)
-                call.settle(call.function)
-            del call  # its function may hold the object that owns this thread
-
-
-class _Loop:
-    """A thread with an event loop."""
+    """A thread and its queue."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="winnow-loop", daemon=True)
-        self.thread.start()
+        self.current: _Call | None = None
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, call: _Call) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="winnow-calls", daemon=True)
+            self._thread.start()
+        self._calls.put(call)
+
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def retire(self) -> list[_Call]:
+        """End the thread once its current call returns; return the calls not yet started."""
+        left = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call is not None:
+                    left.append(call)
+        self._calls.put(None)
+        return left
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self.current = call
+            call.run()
+            self.current = None
+            del call  # its function may hold the object that owns this thread
 
 
 async def _run(call: _Call, timeout_s: float) -> None:

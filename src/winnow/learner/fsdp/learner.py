@@ -14,7 +14,7 @@ from ...base.weights import TensorSpec
 from ...methods.loss import LossConfig
 from ...types import Rollout
 from ..base import OF_ROWS, Sizes, Stats
-from ..batch import Row, rollouts_of
+from ..rows import Row, rollouts_of
 from .ranks import Ranks
 
 
@@ -35,6 +35,11 @@ class FsdpLearner:
         """Rows of each rank in the current step."""
 
     def accumulate(self, rows: Sequence[Row], loss: LossConfig, iteration: int = 0) -> Stats:
+        if any(row.whole is not None and row.pool is not None and row.pool.weighing == "gradient" for row in rows):
+            raise ValueError(
+                "advantage: opob with learner: fsdp takes rollouts of one segment, and a history was rewritten; "
+                "use learner: local, or another advantage"
+            )
         if iteration == 0:
             self._parts = deal(rows, self._ranks.world)
         seed = torch.initial_seed()

@@ -33,7 +33,7 @@ from ...engine.saving import save_whole
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
-from ..batch import MicroBatch, Row, packed
+from ..batch import MicroBatch, packed
 from ..local.eval_mode import train_adapter_dropout
 from ..local.grad_norms import UnsupportedModelError
 from ..local.learner import LearnerOptions, LocalLearner
@@ -41,6 +41,7 @@ from ..local.logprob import TokenDistribution
 from ..local.optimal_baseline_update import Batched, RowByRow, exactly_batched
 from ..local.optimizer import make_states, require_steps
 from ..local.token_baselines import spread_over_several
+from ..rows import Row
 from .shards import load_files, load_shards, save_shards
 
 OPTIMIZER_FOLDER = "optimizer"

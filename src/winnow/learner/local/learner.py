@@ -23,7 +23,8 @@ from ...engine.skeleton import for_trials
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
-from ..batch import Budget, MicroBatch, Row, collate, micro_batches, packed
+from ..batch import Budget, MicroBatch, collate, micro_batches, packed
+from ..rows import Row
 from .eval_mode import WideAttention, checkpoint_layers, train_adapter_dropout
 from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
@@ -41,11 +40,14 @@ def lr_scale(ess_ratio: float, reference: float = 1.0) -> float:
 class Ess:
     """Shrink the learning rate with the effective sample size of the batch (VCPO)."""
 
-    reference: Annotated[float, Field(gt=0, le=1)] | Literal["measured"] = 1.0
+    reference: float | str = 1.0
     """Effective share of the batch on policy; `measured`: the mean over the first `measured_steps` updates."""
     measured_steps: PositiveInt = 1
 
     def __post_init__(self) -> None:
+        in_range = isinstance(self.reference, float) and 0 < self.reference <= 1
+        if self.reference != "measured" and not in_range:
+            raise ValueError(f"reference must lie in (0, 1], or be 'measured', not {self.reference!r}")
         if self.measured_steps != 1 and self.reference != "measured":
             raise ValueError(f"measured_steps has no effect with reference: {self.reference}; remove one of them")
 

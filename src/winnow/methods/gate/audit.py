@@ -16,6 +16,7 @@ from pydantic import Field
 
 from ...base.state import State, Stateful, at
 from ...types import Decision, Fate, Group, GroupKind, Token, Verdict
+from ..agents import by_agent
 from ..group_kind import GroupJudge
 from .base import Gate, NamedRule, Rule, of_gate
 from .estimates import Sum, Sums
@@ -132,8 +133,12 @@ def squared_advantages(group: Group, judge: GroupJudge) -> np.ndarray | None:
     """Return float64 [G], 0 for absent members; None if failures left too few rewards: that is no evidence.
 
     A group that another rule stopped has no signal: if this rule had stopped it first, nothing more would be lost. An
-    advantage over the whole batch gets the group alone.
+    advantage over the whole batch gets the group alone. Of several agents, the sum.
     """
+    if any(r.agent_rewards for r in group.rollouts):
+        known = [squared_advantages(of_one, judge) for of_one in by_agent([group])]
+        found = [squares_G for squares_G in known if squares_G is not None]
+        return np.sum(found, axis=0) if found else None
     advantage, rewards_G = judge.advantage, group.rewards()
     assert advantage is not None
     kind = judge.of_rewards(rewards_G)

@@ -266,7 +266,7 @@ class DivergenceGate(Gate):
         members = group.siblings
         if self.refit is not None and judged and all(r.reward is not None for r in members):
             value = judged[-1][1].evidence[self.options.signal]
-            zero_variance = self.judge.of_rewards(group.rewards()).zero_variance
+            zero_variance = self.judge.by_rewards(group).zero_variance
             decisions = list(group.decisions)
             for rollout in members:
                 decisions += rollout.decisions

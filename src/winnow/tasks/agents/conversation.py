@@ -77,8 +77,8 @@ class Conversation:
         self._waiting: deque[Ask] = deque()
         self._asked: Ask | None = None
         """Request with the policy."""
-        self._last: Ask | None = None
-        """Last request taken from the agent, answered or not."""
+        self._asks: list[Ask] = []
+        """Every request of the agent, answered or not."""
         self._histories: list[History] = []
         """By segment."""
         self._end: Callable[[Owed], None] | None = None
@@ -105,12 +105,14 @@ class Conversation:
         with self._lock:
             if self._over:
                 raise OverError(self._over)
-            if retried is not False and self._last is not None and ask.same_as(self._last):
-                ask = self._last
-            else:
-                self._last = ask
+            repeatable = self._asks if retried else [] if retried is False else self._asks[-1:]
+            repeated = next((earlier for earlier in reversed(repeatable) if ask.same_as(earlier)), None)
+            if repeated is None:
+                self._asks.append(ask)
                 self._waiting.append(ask)
                 self._pass_on()
+            else:
+                ask = repeated
         answer: Answer = ask.reply.future.result()
         return answer
 
