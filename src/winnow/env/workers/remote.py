@@ -116,7 +116,7 @@ def host_reset(serial: int, target: str, kwargs: dict[str, Any]) -> str | None:
     return observation
 
 
-def host_step(serial: int, text: str, said: dict[str, str]) -> dict[str, Any]:
+def host_step(serial: int, text: str, said: dict[str, Any]) -> dict[str, Any]:
     if serial not in _hosted:
         raise NotHostedError(f"environment {serial}")
     result = _hosted[serial].step(ModelTurn(text, **said) if said else text)
