@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import textwrap
@@ -13,6 +14,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from winnow import Trainer
 from winnow.cli.main import app
 from winnow.config import METHODS, RunConfig, method, validate
 from winnow.run.catalogue import TABLES
@@ -96,6 +98,20 @@ def run_commands(text: str, shorter: dict[str, list[str]]) -> list[str]:
         done = CliRunner().invoke(app, [*command, *shorter.get(command[0], [])])
         assert done.exit_code == 0, f"{command}: {done.output}"
     return [command[0] for command in commands]
+
+
+def test_the_agent_that_compacts_its_history(here: Path, chat_model: Path) -> None:
+    text = (ROOT / "docs" / "tutorial-agent.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"\n## An agent that compacts its history\n(.*?)\n## ", text, re.DOTALL)
+    code = "\n".join(re.findall(r"^ {4}(.*)$|^$", section, re.MULTILINE))
+    Path("my_agent.py").write_text("from openai import OpenAI\n" + code.replace("> 200", "> 60"))
+    Path("rows.jsonl").write_text('{"prompt": "The key is 7.", "answer": "7"}\n' * 2)
+    env = {"name": "agent", "path": "rows.jsonl", "agent": "my_agent.py:remember", "max_turn_length": 8}
+    config = {"model": str(chat_model), "env": env, "output_dir": "run", "max_steps": 1, "prompts_per_step": 1}
+    config |= {"num_generations": 2, "max_completion_length": 1024, "context_length": 400, "max_prompt_length": 128}
+    Trainer(config=config | {"threads": 1, "max_skipped_steps": 5}).train()
+    (line,) = Path("run/metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["segments/mean"] > 1
 
 
 def python_of(text: str) -> str:

@@ -54,7 +54,7 @@ def test_the_learning_rate_shrinks_with_the_root_of_the_ess_ratio_and_never_grow
     assert lr_scale(0.2, reference=0.8) == 0.5
     assert lr_scale(0.9, reference=0.8) == 1.0
     for bad in ((0.0, 1.0), (1.1, 1.0), (0.5, 0.0), (float("nan"), 1.0)):
-        with pytest.raises(ValueError, match="must lie in|greater than 0"):
+        with pytest.raises(ValueError, match=r"must lie in|greater than 0"):
             lr_scale(*bad)
 
 
@@ -70,5 +70,5 @@ def test_the_reference_is_fixed_or_measured_and_resumes() -> None:
     resumed.load_state_dict(measured.state_dict())
     assert resumed(0.2) == measured(0.2) == pytest.approx(0.5)
     for bad in ({"reference": 0.0}, {"reference": "guessed"}, {"measured_steps": 0}):
-        with pytest.raises(ValueError, match="must lie in|greater than 0"):
+        with pytest.raises(ValueError, match=r"must lie in|greater than 0"):
             Ess(**bad)

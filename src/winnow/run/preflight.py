@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,9 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
                 encode_observation(tokenizer, prompt, "?", np.array([], np.int64))
             if engine is None:
                 return
-            engine.submit([Request("trial", ids, sampling_params(c), key=0)])
+            params = sampling_params(c)
+            room = min(params.max_tokens, c.longest - len(ids))
+            engine.submit([Request("trial", ids, replace(params, max_tokens=room), key=0)])
             engine.cancel(["trial"])
             return
         except ValueError as error:
