@@ -16,7 +16,7 @@ from ..builders.runs import assert_clean, fingerprint
 from ..builders.tokenizers import chat_model  # noqa: F401
 
 AGENT = '''
-"""Asks twice; the reward varies within almost every group."""
+"""Asks twice, with its history or a compacted one; the reward varies within almost every group."""
 
 import json
 import re
@@ -35,7 +35,11 @@ def solve(prompt, base_url):
     messages = [{"role": "user", "content": prompt}]
     first, why = ask(base_url, messages)
     assert why in ("stop", "length")
-    second, _ = ask(base_url, [*messages, first, {"role": "user", "content": "Sure?"}])
+    if len(first["content"]) % 2:
+        messages = [{"role": "user", "content": "It was: " + first["content"]}]
+    else:
+        messages.append(first)
+    second, _ = ask(base_url, [*messages, {"role": "user", "content": "Sure?"}])
     return len(first["content"] + second["content"]) % 2
 '''
 
@@ -68,6 +72,7 @@ def test_it_trains_and_a_resume_goes_on_exactly(config: dict[str, Any], tmp_path
     assert_clean(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert any(row.get("reward") not in (None, 0.0, 1.0) for row in rows)
+    assert any(1 < row.get("segments/mean", 1) < 2 for row in rows)
     other = tmp_path / "other"
     Trainer(config=config | {"output_dir": str(other), "max_steps": 2}).train()
     Trainer.resume(other, {"max_steps": 4}).train()

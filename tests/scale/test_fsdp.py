@@ -579,3 +579,27 @@ def test_rollouts_without_a_gradient_count_in_the_step_size_as_in_one_process(ra
         assert found[0]["rows_with_gradient"] < found[0]["rows"]
         assert found[0]["effective_learning_rate"] < 0.99 * found[0]["learning_rate"]
     assert difference(state(learners[1]), state(learners[0])) < 1e-5
+
+
+def in_segments(rows: list[Row], size: int = 3) -> list[Row]:
+    """As many rows each are the segments of one rollout."""
+    return [replace(row, whole=number // size, weight=0.1) for number, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("loss", [LossConfig(importance_sampling_level="sequence"), LOSSES["truncate"]])
+def test_rollouts_of_several_segments_are_those_of_one_process(ranks: Ranks, loss: LossConfig) -> None:
+    parts = policy()
+    alone, cut = Local().build(copy.deepcopy(parts), config()), over(ranks, parts)
+    rows = in_segments(random_rows(seed=3, n=13))
+    ours, theirs = (learner.accumulate(rows, loss) for learner in (cut, alone))
+    assert len(torch.cat(ours.log_w_B)) == len(torch.cat(theirs.log_w_B)) == 5
+    assert ours.sums == pytest.approx(theirs.sums, rel=1e-4, abs=1e-4)
+    assert cut.apply(1e-3) == pytest.approx(alone.apply(1e-3), rel=1e-4)
+    assert difference(state(cut), state(alone)) < 1e-5
+
+
+def test_gradient_baselines_of_several_segments_are_refused_by_name(ranks: Ranks) -> None:
+    cut = over(ranks, policy())
+    rows = in_segments(in_pools(random_rows(seed=3, n=6), "gradient"))
+    with pytest.raises(ValueError, match="advantage: opob with learner: fsdp takes rollouts of one segment"):
+        cut.accumulate(rows, LossConfig(policy_loss="plain"))
