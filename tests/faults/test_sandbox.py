@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import shutil
@@ -57,6 +58,7 @@ def nothing_is_left_behind(
 ) -> Iterator[None]:
     own = tmp_path_factory.mktemp("temporary")  # others write to the machine's meanwhile
     monkeypatch.setattr(tempfile, "tempdir", str(own))
+    gc.collect()  # descriptors of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     yield
     deadline = time.monotonic() + 10

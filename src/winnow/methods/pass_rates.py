@@ -38,7 +38,7 @@ class PassRate:
     """Judged rollouts; prompts without one are left out."""
     correct: NonNegativeInt
     """Judged rollouts with at least the success reward."""
-    mean_reward: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
+    mean_reward: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 
     def __post_init__(self) -> None:
         if self.correct > self.n:

@@ -84,7 +84,7 @@ def totals_rows(table: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
         share = ""
         if name in FATES and sampled:
             share = f"{row['tokens'] / sampled:.1%}"
-        rows.append([name.replace("_", " "), *cells, f"{row['seconds']:,.1f}", share])
+        rows.append([name, *cells, f"{row['seconds']:,.1f}", share])
     return rows
 
 

@@ -35,7 +35,7 @@ TYPES: dict[str, Any] = {
     "K": Annotated[int, Field(ge=1, le=1_000_000)],
     "task_id": Annotated[str, Field(min_length=1)],
     "reward_var": Annotated[float, Field(ge=0)],
-    "task_type": Annotated[str, Field(min_length=1)],
+    "task_type": str,
     "label": Literal["all_fail", "mixed", "all_succeed"],
     "steps": Annotated[float, Field(ge=0)],
     "steps_k": Annotated[float, Field(ge=0)],

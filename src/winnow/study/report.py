@@ -146,7 +146,7 @@ def _names(spec: object) -> str:
 def _totals(run: Run) -> dict[str, Any] | None:
     if run.totals is None:
         return None
-    rows = [row for row in totals_rows(run.totals) if any(run.totals[row[0].replace(" ", "_")].values())]
+    rows = [row for row in totals_rows(run.totals) if any(run.totals[row[0]].values())]
     return {"head": HEAD, "rows": rows}
 
 
