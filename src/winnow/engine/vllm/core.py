@@ -7,6 +7,7 @@ about to do. Tokens are drawn on rank 0 alone.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -22,7 +23,7 @@ from typing import Any, ClassVar, Final
 import torch
 from vllm import EngineArgs, LLMEngine, TokensPrompt
 from vllm import SamplingParams as VllmParams
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, get_tp_group
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, get_tp_group, model_parallel_is_initialized
 from vllm.envs import disable_envs_cache
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.network_utils import get_open_port
@@ -55,6 +56,7 @@ class Core:
     def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None = None) -> None:
         self._scratch = Scratch()
         disable_envs_cache()  # with the temporary directory of an earlier engine
+        _forget_engines_of_before()
         with self._scratch.used():
             self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         # vLLM would shut down when this engine is collected, and destroy the process groups of the next engine.
@@ -139,6 +141,15 @@ class Core:
             return
         self.runner.reload_weights(weights_iterator=iter(weights))
         _retie(self.runner.model, self._tied)
+
+
+def _forget_engines_of_before() -> None:
+    """Destroy process groups of engines that nobody has any more, but nobody closed."""
+    if model_parallel_is_initialized():
+        gc.unfreeze()  # vLLM hides an engine from the collector
+        gc.collect()
+        if not Core._open:
+            cleanup_dist_env_and_memory()
 
 
 class RankExecutor(ExecutorWithExternalLauncher):
