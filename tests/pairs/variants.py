@@ -17,6 +17,8 @@ from typing import Any, Literal, Union
 from winnow.config import RunConfig
 from winnow.run.catalogue import TABLES
 
+from .rising import Rising
+
 LISTS = ("gates",)
 """Fields that hold several methods."""
 EXTRAS = {("engine", "vllm"), ("sync", "ray"), ("learner", "fsdp")}
@@ -86,6 +88,7 @@ NEEDS: dict[str, Settings] = {
 """By the beginning of a variant's name (the longest that fits): what it cannot be without."""
 
 SWITCHES: list[Settings] = [
+    {"filter": f"{Rising.__module__}:{Rising.__name__}"},
     {"seed": 1},
     {"num_generations": 2},
     {"max_lag": 1},
@@ -119,7 +122,7 @@ SWITCHES: list[Settings] = [
     {"history": "template", "max_segments": 2},
     {"history": "template", "context_length": 20},
 ]
-"""Settings that belong to no method. A literal or switch needs no entry, unless it needs others."""
+"""Settings that belong to no method of Winnow. A literal or switch needs no entry, unless it needs others."""
 NOT_SWEPT = frozenset(
     {"model", "env", "reward_funcs", "reward_weights", "output_dir", "device", "dtype", "threads", "max_steps"}
     | {"prompts_per_step", "max_prompt_length", "max_completion_length", "reward_timeout_s", "max_failed_share"}

@@ -2,6 +2,7 @@
 
 Six prompts: one always solved, one never, four with a mixture, of which one has an environment that sometimes fails.
 Every other prompt is a chat, whose template drops what an assistant said before `w2`, as some drop thoughts.
+In one of them two agents take turns, each with a history and a reward of its own.
 Three turns of up to four tokens, of which many end early: at a stop string, by the environment, or because the tokens
 are used up. The environment gives actions in normal form, progress and rewards, and two types of task.
 """
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from winnow.env.base import StepResult
-from winnow.types import Prompt
+from winnow.env.prompting import NextMessages
+from winnow.types import Message, Prompt
 
 PROMPTS = 6
 WORDS = [f"w{i}" for i in range(50)]
@@ -98,7 +100,8 @@ class World:
     stop: tuple[str, ...] = STOPS
 
     def make_env(self, prompt: Prompt) -> WorldEnv:
-        return WorldEnv(self, int(prompt.columns["number"]))
+        number = int(prompt.columns["number"])
+        return TwoAgents(self, number) if number == 3 else WorldEnv(self, number)
 
     def fingerprint(self) -> str:
         return "world"
@@ -135,3 +138,31 @@ class WorldEnv:
             reward = 0.25 * (value % 2)
         progress = min(1.0, 0.25 * (self.total % 4))
         return StepResult(f" o{value % 4}", reward, value % 7 == 0, {"progress": progress}, "abc"[value % 3])
+
+
+class TwoAgents(WorldEnv):
+    """Agent `a` asks, `b` with a prompt of its own, and `a` again, with its earlier history."""
+
+    def __init__(self, world: World, number: int) -> None:
+        super().__init__(world, number)
+        self.history: list[Message] = []
+
+    def reset(self) -> str:
+        self.history.append(_user(f"p{self.number} o0"))
+        return NextMessages(self.history, continues=None, whole=self.history, agent="a")
+
+    def step(self, text: str) -> StepResult:
+        found = super().step(text)
+        assert found.observation is not None
+        asked = _user(found.observation)
+        if self.steps == 1:
+            self.history += [{"role": "assistant", "content": text}, asked]
+            request = NextMessages([asked], continues=None, whole=[asked], agent="b")
+        else:
+            request = NextMessages([asked], continues=0, whole=self.history, agent="a")
+        rewards = {"a": found.reward, "b": 1.0 - found.reward if self.total % 3 else found.reward}
+        return replace(found, observation=request, reward=rewards)
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}

@@ -250,7 +250,7 @@ def test_a_directory_with_data(data, tmp_path):
     with pytest.raises(ValueError, match=r"game\.tw-pddl is no ALFWorld game: Expecting value"):
         replace(config, data=str(moved)).build()
     game.with_name("traj_data.json").unlink()
-    with pytest.raises(ValueError, match=r"no traj_data\.json beside it"):
+    with pytest.raises(ValueError, match=r"no traj_data\.json \(its task_type\) in its directory"):
         replace(config, data=str(moved)).build()
     with pytest.raises(ValueError, match="has no folder 'train'"):
         AlfworldConfig(data=str(tmp_path)).build()

@@ -200,8 +200,8 @@ def test_horvitz_thompson_gradients_are_unbiased() -> None:
     [
         ({"at": 0}, r"at: .*greater than 0 "),
         ({"share": 0.0}, r"share: .*greater than 0 "),
-        ({"at": 8, "quantile": 0.9}, "quantile has no effect beside at"),
-        ({"at": 8, "share": 0.9}, "share has no effect beside at"),
+        ({"at": 8, "quantile": 0.9}, "quantile has no effect with at"),
+        ({"at": 8, "share": 0.9}, "share has no effect with at"),
         ({"balance": "distinct", "target": 0.3}, "target has no effect with balance: distinct"),
         ({"balance": "distinct", "strength": 2.0}, "strength has no effect with balance: distinct"),
         ({"balance": "literal", "target": 0.3}, "target has no effect with balance: literal"),

@@ -179,8 +179,8 @@ def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_sampler_processes_keep_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    beside = {"sync": {"name": "processes", "samplers": 2}, "max_lag": 1, "threads": "auto"}
-    settled = settle(config(**beside), start())
+    apart = {"sync": {"name": "processes", "samplers": 2}, "max_lag": 1, "threads": "auto"}
+    settled = settle(config(**apart), start())
     assert settled.config.threads == 1
     assert settle(config(threads="auto"), start()).config.threads == 3
 

@@ -120,7 +120,7 @@ def test_failed_siblings_are_no_evidence() -> None:
         ({"threshold": 1.2}, r"must lie in \[0, 1\]"),
         ({"threshold": float("nan")}, r"must lie in \[0, 1\]"),
         ({"steps": {5: -0.1}}, "threshold at step 5"),
-        ({"steps": {5: 0.1}, "k": 12}, "no effect beside steps"),
+        ({"steps": {5: 0.1}, "k": 12}, "no effect with steps"),
         ({"steps": {5: 0.1}, "per_task_type": {"a": 0.2}}, "steps of its own"),
         ({"rule": "and"}, "needs termination"),
         ({"rule": "xor"}, "rule"),

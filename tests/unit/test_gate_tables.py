@@ -203,14 +203,17 @@ def test_bad_tables_are_refused(tmp_path: Path, spoiled: Any, message: str, suff
 
 def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     (empty := tmp_path / "empty.csv").write_text("")
-    with pytest.raises(ReplayError, match=r"empty\.csv: not a CSV"):
+    with pytest.raises(ReplayError, match=r"empty\.csv: the table is empty"):
         read_recorded(empty)
     (headers := tmp_path / "headers.csv").write_text("K,task_id,reward_var,action_entropy\n")
     with pytest.raises(ReplayError, match="has no rows"):
         read_recorded(headers)
     (ragged := tmp_path / "ragged.csv").write_text("K,task_id\n1,2,3\n")
-    with pytest.raises(ReplayError, match="not a CSV"):
+    with pytest.raises(ReplayError, match=r"ragged\.csv, line 2: 1 more cells than columns"):
         read_recorded(ragged)
+    (broken := tmp_path / "broken.csv").write_text('K,task_id\n"1,2\n')
+    with pytest.raises(ReplayError, match="not a CSV"):
+        read_recorded(broken)
     (no_parquet := tmp_path / "x.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match=r"x\.parquet: cannot be read as parquet"):
         read_recorded(no_parquet)

@@ -54,6 +54,19 @@ class AtLeast(Filter):
         return KEEP if mean >= self.mean else Verdict(False, f"mean reward {mean:.3g} < {self.mean:g}")
 
 
+class Learned(Filter):
+    refill = True
+    wants_signal = True
+
+
+@dataclass(frozen=True)
+class Learning:
+    filter_: str = ""
+
+    def build(self, seed: int) -> object:
+        return Learned() if self.filter_ == "" else self.filter_
+
+
 @dataclass
 class Loose(Filter):
     pass
@@ -164,11 +177,22 @@ class TestLists:
             (["zero_varianc"], {}, "Did you mean 'zero_variance'"),
             (["winnow_test_rules:AtLeast", "zero_variance"], {"advantage": "remax"}, "zero_variance takes groups"),
             ([{"name": "zero_variance", "refill": False, "max_refill_rounds": 2}], {}, "has no effect with refill"),
+            ("winnow_test_rules:Learning", {"advantage": "remax"}, "Learning takes groups with equal rewards"),
+            (
+                "winnow_test_rules:Learning",
+                {"gates": [{"name": "arrol", "unbiased": True}]},
+                "arrol: unbiased cannot weigh a batch",
+            ),
+            ({"name": "winnow_test_rules:Learning", "filter_": "x"}, {}, "Learning makes a str, not a Filter; derive"),
         ],
     )
     def test_what_has_no_effect_is_refused(self, rules: str, filters: Any, config: Any, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             self.build(filters, **config)
+
+    def test_a_filter_that_learns_says_itself_whether_it_refills(self, rules: str) -> None:
+        more = {"rollout_batch": {"name": "adaptive", "surplus": "discard"}}
+        assert self.build("winnow_test_rules:Learning", **more).refill
 
     def test_the_batch_is_filled_with_what_all_admit(self, rules: str, tmp_path: Path) -> None:
         outcomes: list[list[float | None]] = [[0.0, 0.0], [0.0, 0.2], [1.0, 0.0]]

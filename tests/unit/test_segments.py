@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from winnow.env.base import StepResult
+from winnow.env.prompting import NextMessages
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.agents import by_agent
@@ -306,6 +308,27 @@ def test_an_agent_that_continues_anothers_words_has_a_segment_of_its_own(tokeniz
 
     (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a", "b"]], history=history)
     assert [segment.agent for segment in rollout.segments] == ["proposer", "solver"]
+
+
+class HandOver(Echo):
+    """Agent `a` has the first turn, `b` the next ones, on the same tokens."""
+
+    def reset(self):
+        return NextMessages([user("Count.")], agent="a")
+
+    def step(self, text):
+        found = super().step(text)
+        return replace(found, observation=NextMessages([user(found.observation)], agent="b"))
+
+
+@pytest.mark.parametrize("history", ["exact", "template"])
+def test_an_environments_next_agent_has_a_segment_of_its_own(tokenizer, history):
+    task = Talk()
+    task.make_env = lambda prompt: HandOver()
+    (rollout,), seen = roll(tokenizer, task, [["one", "two", "three"]], history=history)
+    assert [segment.agent for segment in rollout.segments] == ["a", "b"]
+    assert seen[1].startswith(f"{FIRST}one<e>")
+    assert seen[2].startswith(f"{seen[1]}two<e>")
 
 
 def test_a_request_that_is_repeated_after_others_gets_its_answer(tokenizer):

@@ -1,4 +1,4 @@
-"""What ranks share, in a folder, by one process; several are in tests/scale/test_fsdp.py."""
+"""What ranks share, in a folder, by one process; several are in tests/scale/test_fsdp_files.py."""
 
 from __future__ import annotations
 

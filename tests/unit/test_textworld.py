@@ -184,7 +184,7 @@ def test_a_directory_of_games(task, cache, tmp_path):
     with pytest.raises(ValueError, match="no training games"):
         replace(config, test_size=3).build()
     next(tmp_path.rglob("game.json")).unlink()
-    with pytest.raises(ValueError, match=r"no game\.json beside it"):
+    with pytest.raises(ValueError, match=r"no game\.json \(of tw-make\) in its directory"):
         config.build()
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "a.ulx").touch()

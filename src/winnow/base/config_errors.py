@@ -24,7 +24,7 @@ def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
     lines = []
     for e in error.errors():
         key = ".".join(str(part) for part in e["loc"])
-        if e["type"] == "extra_forbidden":
+        if e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             for name, answer in key_hints(key, e["input"]):
                 hint = f" Here {answer}." if answer else suggestion(name, known)
                 lines.append(f"unknown key '{name}'.{hint}")

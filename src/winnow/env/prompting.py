@@ -99,8 +99,6 @@ def with_messages(prompt: Prompt, messages: Sequence[Message], tools: Sequence[M
 
 def first_messages(prompt: Prompt, observation: str | None) -> list[Message]:
     """Return the messages with the first observation, inserted before an assistant's turn begun by them."""
-    if isinstance(observation, NextMessages):
-        return list(observation.messages)
     messages: list[Message] = list(prompt.messages or ())
     begun = [messages.pop()] if len(messages) > 1 and is_begun(messages) else []
     if isinstance(prompt, ToolPrompt):

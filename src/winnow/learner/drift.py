@@ -18,7 +18,7 @@ def kl_to_reference(groups: Sequence[Group], learner: Learner) -> float | None:
     if the policy has hardly moved). With lag, it measures the policies that sampled.
     """
     rewarded = [rollout for group in groups for rollout in group.siblings if rollout.reward is not None]
-    every = [row for number, rollout in enumerate(rewarded) for row in rows_of_rollout(rollout, whole=number)]
+    every = [row for number, rollout in enumerate(rewarded) for row in rows_of_rollout(rollout, number=number)]
     rows = [row for row in every if row.rollout.action_mask.any()]
     if not rows:
         return None

@@ -47,7 +47,7 @@ def _less(rollout: Rollout, penalties: dict[int, float]) -> Rollout:
 
 def log_ratios(rollouts: Sequence[Rollout], learner: Learner) -> list[float]:
     """Return log policy(y|x) - log reference(y|x) over action tokens, in nats; takes two forward passes."""
-    rows = [row for number, rollout in enumerate(rollouts) for row in rows_of_rollout(rollout, whole=number)]
+    rows = [row for number, rollout in enumerate(rollouts) for row in rows_of_rollout(rollout, number=number)]
     pairs = zip(learner.logp(rows), learner.reference_logp(rows), strict=True)
     parts = iter([float((policy.double() - reference.double()).sum()) for policy, reference in pairs])
     return [sum(next(parts) for _ in rollout.segments) for rollout in rollouts]

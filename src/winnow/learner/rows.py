@@ -35,7 +35,7 @@ class Row:
     """Coefficient of each of its tokens in the loss."""
     pool: Pool | None = None
     """Pool over which the update computes the baseline. `advantage` is then the reward; `weight` includes its scale."""
-    whole: int | None = None
+    rollout_number: int | None = None
     """Number of the rollout that it is a segment of, the same for all its rows; None: it is the only one."""
 
     @property
@@ -88,23 +88,23 @@ def rows_of(
         weights += token_weights(lengths, loss_type, max_completion_length, times, count, len(means)).tolist()
     rows: list[Row] = []
     for (rollout, a), weight, (factor, pool) in zip(everyone, weights, pools, strict=True):
-        rows += rows_of_rollout(rollout, a, weight * factor, pool, whole=len(rows))
+        rows += rows_of_rollout(rollout, a, weight * factor, pool, number=len(rows))
     return rows
 
 
 def rows_of_rollout(
-    rollout: Rollout, advantage: float = 0.0, weight: float = 0.0, pool: Pool | None = None, *, whole: int
+    rollout: Rollout, advantage: float = 0.0, weight: float = 0.0, pool: Pool | None = None, *, number: int
 ) -> list[Row]:
-    """Return one row per segment. `whole`: a number that no other rollout of the batch has."""
-    number = whole if rollout.later else None
-    return [Row(part, advantage, weight, pool, number) for part in rollout.parts()]
+    """Return one row per segment. `number`: one that no other rollout of the batch has."""
+    parts = rollout.parts()
+    return [Row(part, advantage, weight, pool, number if len(parts) > 1 else None) for part in parts]
 
 
 def rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each rollout, in order of their first rows."""
     found: dict[tuple[str, int], list[Row]] = {}
     for number, row in enumerate(rows):
-        key = ("alone", number) if row.whole is None else ("whole", row.whole)
+        key = ("alone", number) if row.rollout_number is None else ("several", row.rollout_number)
         found.setdefault(key, []).append(row)
     return list(found.values())
 

@@ -112,8 +112,8 @@ class OptimizerStep:
         )
         teaching = with_gradient(rows, self.loss)
         kept = {id(row) for row in teaching}
-        taught = {row.whole for row in teaching if row.whole is not None}
-        without_gradient = [row for row in rows if id(row) not in kept and row.whole not in taught]
+        taught = {row.rollout_number for row in teaching if row.rollout_number is not None}
+        without_gradient = [row for row in rows if id(row) not in kept and row.rollout_number not in taught]
         metrics = {
             "rows": float(len(rows)),
             "rows_with_gradient": float(len(teaching)),

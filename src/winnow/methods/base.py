@@ -24,6 +24,8 @@ class RunFacts:
     prompts: Sequence[Prompt]
     options: Mapping[str, Sequence[Any]]
     """Config key -> options of the methods named under it."""
+    filters: Sequence[Any]
+    """The `Filter` of each entry of `filter`: its options need not be one."""
     group_relative: bool
     """Whether the advantage learns nothing from groups with equal rewards."""
     smallest_group: int
@@ -33,15 +35,17 @@ class RunFacts:
 
     def problems(self) -> Iterator[str]:
         """Yield conflicts, as `key: what is wrong; what to do`."""
-        for key, options in self.options.items():
-            for each in options:
+        for key, methods in {**self.options, "filter": self.filters}.items():
+            for place, each in enumerate(methods):
                 if getattr(each, "wants_signal", False) and not self.group_relative:
-                    name = _name(self.config, key, options.index(each))
+                    name = _name(self.config, key, place)
                     yield (
                         f"{key}: {name} takes groups with equal rewards for worthless, but advantage: "
                         f"{name_of(self.config.advantage)} learns from them; choose another {key}, or an advantage "
                         "relative to the group"
                     )
+        for key, options in self.options.items():
+            for each in options:
                 if problems := getattr(each, "problems", None):
                     for problem in problems(self):
                         yield f"{key}: {problem}"

@@ -14,7 +14,7 @@ import torch
 from ..config import GroupWeighting, LossType
 from .correct import Correction
 from .correct.none import NoCorrection
-from .segments import at_rows
+from .segments import sum_at_rows
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def _ratio(
     """Return policy / old policy of every token, or the geometric mean over its rollout, [B, T]."""
     log_ratio = logp_BT - old_logp_BT
     if config.importance_sampling_level == "sequence":
-        total_B1 = at_rows((log_ratio * mask_BT).sum(1, keepdim=True), rollout_B)
-        tokens_B1 = at_rows(mask_BT.sum(1, keepdim=True), rollout_B)
+        total_B1 = sum_at_rows((log_ratio * mask_BT).sum(1, keepdim=True), rollout_B)
+        tokens_B1 = sum_at_rows(mask_BT.sum(1, keepdim=True), rollout_B)
         log_ratio = (total_B1 / tokens_B1.clamp(min=1)).expand_as(log_ratio)
     return torch.exp(log_ratio)
 

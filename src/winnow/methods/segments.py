@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 
-def of_rollouts(values_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
+def sum_by_rollout(values_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
     """Return the sum over the rows of each rollout, [R, ...]."""
     if rollout_B is None:
         return values_B
@@ -17,9 +17,9 @@ def of_rollouts(values_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch
     return values_B.new_zeros(rollouts, *values_B.shape[1:]).index_add(0, rollout_B, values_B)
 
 
-def at_rows(values_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
+def sum_at_rows(values_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
     """Return for each row the sum over all rows of its rollout, [B, ...]."""
-    return values_B if rollout_B is None else of_rollouts(values_B, rollout_B)[rollout_B]
+    return values_B if rollout_B is None else sum_by_rollout(values_B, rollout_B)[rollout_B]
 
 
 def first_rows(values_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
@@ -27,7 +27,7 @@ def first_rows(values_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.
     return values_B if rollout_B is None else values_B[_is_first(rollout_B)]
 
 
-def before(counts_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
+def sum_before(counts_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
     """Return for each row the sum over the rows of its rollout before it, int64 [B]."""
     if rollout_B is None:
         return torch.zeros_like(counts_B)

@@ -35,18 +35,18 @@ def append_or_restart(tokenizer: Any, prompt: Prompt, sibling: Sibling, observat
     `template`: let the chat template render all messages. Raises PromptError when the template refuses them.
     """
     request = observation if isinstance(observation, NextMessages) else NextMessages((), agent=sibling.current_agent)
+    same_agent = request.agent == sibling.current_agent
     if request.continues is None or (template and request.whole):
         following = encode_prompt(tokenizer, with_messages(prompt, request.whole, request.tools))
     elif template and sibling.messages is not None:
         following = _rendered(tokenizer, prompt, sibling, observation)
     else:
         added = encode_observation(tokenizer, prompt, observation, sibling.last_sampled(request.continues))
-        if request.continues == -1:
+        if request.continues == -1 and same_agent:
             _append(sibling, added)
             return
         following = (*sibling.context(request.continues), *added)
     before = sibling.context()
-    same_agent = request.agent == sibling.current_agent
     if template and same_agent and following[: len(before)] == before:
         _append(sibling, following[len(before) :])
     else:

@@ -31,7 +31,7 @@ class Sibling:
     later: list[Segment] = field(default_factory=list)
     """Segments after the first; tokens are added to the last."""
     messages: list[Message] | None = None
-    """Messages of the current segment with those since, where the chat template renders every turn anew."""
+    """Messages of the current segment with those since, where the chat template renders every turn again."""
     begun: str = ""
     """Beginning of the assistant's turn in the prompt, which the next action continues."""
     pieces: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Sibling:
         """Begin a segment."""
         self.later.append(Segment(self.length, prompt_ids, agent))
 
-    def rewarded(self, given: float | Mapping[str, float]) -> None:
+    def set_reward(self, given: float | Mapping[str, float]) -> None:
         """Set the environment's reward, a mapping by agent. Raises ValueError on an unusable one."""
         by_agent = given if isinstance(given, Mapping) else {"": given}
         rewards = {agent: float(reward) for agent, reward in by_agent.items()}
@@ -150,6 +150,7 @@ class Sibling:
 
         self.leave_barrier()
         self._close_env()
+        self.withdraw(self.length)  # a segment in which nothing was sampled
         self.rollout = Rollout(
             sibling=self.index,
             prompt_ids=self.prompt_ids,

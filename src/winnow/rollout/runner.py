@@ -287,7 +287,7 @@ class RolloutRunner:
             return
         if result.reward is not None:
             try:
-                sibling.rewarded(result.reward)
+                sibling.set_reward(result.reward)
             except ValueError as error:
                 self._fail(sibling, f"the environment returned {error}")
                 return

@@ -194,8 +194,8 @@ class Budget:
 
     def fitted(self) -> dict[str, Any]:
         """Return values for `auto` keys, and slots of the embedded engine, that fit the GPU."""
-        c, chosen, engine = self.config, dict[str, Any](), self._engine
-        longest = c.longest
+        c, engine, longest = self.config, self._engine, self.config.longest
+        chosen: dict[str, Any] = {}
         if self.learner and c.gradient_checkpointing == "auto":
             plain = self.with_values(gradient_checkpointing=False, tokens_per_microbatch=longest)
             chosen["gradient_checkpointing"] = plain._left("update") < 0

@@ -95,9 +95,10 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
             f"advantage: {c.advantage} needs groups of at least {advantage.smallest_group} rollouts, but they may have "
             f"only {group_size.smallest}; lower its k, or raise num_generations"
         )
-    filter_ = _filter(c, options["filter"])
+    filters = _filters(c, options["filter"])
+    filter_ = filters[0] if len(filters) == 1 else _all_of(c, filters)
     judge = GroupJudge(success or Success(), filter_.atol, advantage)
-    facts = RunFacts(c, prompts, options, advantage.group_relative, group_size.smallest, judge.least)
+    facts = RunFacts(c, prompts, options, filters, advantage.group_relative, group_size.smallest, judge.least)
     for problem in facts.problems():
         raise ConfigError(problem)
     with _errors_of("selector"):
@@ -179,12 +180,20 @@ def build_gates(c: RunConfig, judge: GroupJudge) -> dict[str, Gate]:
     return gates
 
 
-def _filter(c: RunConfig, options: Sequence[Any]) -> Filter:
+def _filters(c: RunConfig, options: Sequence[Any]) -> list[Filter]:
     if not options:
         raise ConfigError("filter: the list is empty; name a filter, or leave filter out")
-    filters: list[Filter] = [each if isinstance(each, Filter) else each.build(c.seed) for each in options]
-    if len(filters) == 1:
-        return filters[0]
+    filters = [each.build(c.seed) if hasattr(each, "build") else each for each in options]
+    for each, filter_ in zip(options, filters, strict=True):
+        if not isinstance(filter_, Filter):
+            raise ConfigError(
+                f"filter: {type(each).__name__} makes a {type(filter_).__name__}, not a Filter; derive from "
+                "winnow.methods.filter.Filter, which has defaults for all but `admit`"
+            )
+    return filters
+
+
+def _all_of(c: RunConfig, filters: Sequence[Filter]) -> Filter:
     specs = c.filter if isinstance(c.filter, list) else [c.filter]
     names = [name_of(spec).rpartition(":")[2] for spec in specs]
     with _errors_of("filter"):
@@ -212,12 +221,12 @@ def build_sampler(context: SamplerContext) -> Sampler:
             "set correction: truncate, or policy_loss: clip"
         )
     options = sampler_options(c.sync)
-    if "beside" in options.provides and c.changed(("rollout_batch",)):
+    if "asynchronous" in options.provides and c.changed(("rollout_batch",)):
         raise ConfigError(
             f"rollout_batch: has no effect with sync: {name_of(c.sync)}, which starts groups as soon as they can "
             "still be trained within max_lag; remove it"
         )
-    if "beside" not in options.provides and not context.behind and c.changed(("sync",)):
+    if "asynchronous" not in options.provides and not context.behind and c.changed(("sync",)):
         raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
     if isinstance(options, PoolOptions) and options.timeout_s <= c.reward_timeout_s:
         raise ConfigError(

@@ -137,8 +137,8 @@ class Session:
     def _loop(self) -> Loop:
         c, m, built = self.config, self.built.methods, self.built
         self.ledger.judge = m.judge
-        beside = "beside" in sampler_options(c.sync).provides
-        buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or beside)
+        asynchronous = "asynchronous" in sampler_options(c.sync).provides
+        buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or asynchronous)
         collector = Collector(
             prompts=prompts_of(built.task),
             sampler=built.sampler,
@@ -146,7 +146,7 @@ class Session:
             group_size=m.group_size,
             filter=m.filter,
             buffer=buffer,
-            pace=AsyncPace(buffer, built.sampler) if beside else SyncPace(buffer, built.sampler, m.rollout_batch),
+            pace=AsyncPace(buffer, built.sampler) if asynchronous else SyncPace(buffer, built.sampler, m.rollout_batch),
             refill_round=max(m.rollout_batch.size, c.prompts_per_step),
             ledger=self.ledger,
             judge=m.judge,

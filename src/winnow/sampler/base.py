@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from ..base.options import CHECKED
 from ..base.weights import WeightSource
 from ..config import RunConfig
 from ..env.base import Task
@@ -48,8 +50,8 @@ class SamplerOptions(Protocol):
     """Options in the table `sync`: frozen dataclasses."""
 
     provides: ClassVar[frozenset[str]]
-    """`repeatable`: a run is a function of its seed, and resumes bit for bit. `beside`: samples during updates, so
-    groups are in flight between steps. `own_engine`: builds model, task and rewards by name where it runs; the
+    """`repeatable`: a run is a function of its seed, and resumes bit for bit. `asynchronous`: samples during updates,
+    so groups are in flight between steps. `own_engine`: builds model, task and rewards by name where it runs; the
     learner's process needs no engine."""
 
     def build(self, context: SamplerContext) -> Sampler:
@@ -57,7 +59,7 @@ class SamplerOptions(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True, config=CHECKED)
 class PoolOptions:
     """Base class of the options of samplers in other processes."""
 

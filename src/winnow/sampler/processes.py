@@ -1,4 +1,4 @@
-"""Sampler processes beside the learner's, on the same machine: both go on at once, paced by `max_lag`."""
+"""Sampler processes on the learner's machine: both go on at once, paced by `max_lag`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import queue
 import re
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic.dataclasses import dataclass
+
 from ..base.child import Child
 from ..base.forkserver import Forked, ForkServer, forkserver
+from ..base.options import CHECKED
 from .base import PoolOptions, SamplerContext
 from .handle import Inbox, Message
 from .pool import SamplerPool
@@ -24,11 +26,11 @@ WEIGHTS = ".weights"
 """Folder of a run in which its samplers find the weights."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Processes(PoolOptions):
     """Sampler processes that go on while the learner works; weights change between two of their decode steps."""
 
-    provides: ClassVar[frozenset[str]] = frozenset({"beside", "own_engine"})
+    provides: ClassVar[frozenset[str]] = frozenset({"asynchronous", "own_engine"})
 
     devices: tuple[str, ...] = ()
     """Devices of the samplers in turn, e.g. [cuda:1]; empty: the run's `device`, which they share with the learner."""

@@ -9,13 +9,15 @@ import queue
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from ..base import cluster
+from ..base.options import CHECKED
 from ..base.weights import HalvedWeights, RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
 from ..config import ConfigError, RunConfig
 from .base import PoolOptions, SamplerContext
@@ -34,11 +36,11 @@ END_S = 10.0
 """Longest wait for a killed actor."""
 
 
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True, config=CHECKED)
 class Ray(PoolOptions):
     """Samplers as actors of a Ray cluster, spread over its nodes."""
 
-    provides: ClassVar[frozenset[str]] = frozenset({"beside", "own_engine"})
+    provides: ClassVar[frozenset[str]] = frozenset({"asynchronous", "own_engine"})
 
     ray_address: str | None = None
     """Cluster to join, e.g. `auto`; None: that of RAY_ADDRESS, else one started on this machine."""

@@ -47,9 +47,9 @@ class _Tables:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         methods = self.found.methods
         longest = max(len(m.label) for m in self.found.measures)
-        beside = max(1, (options.max_width - min(longest, LABEL_WIDTH)) // METHOD_WIDTH)
-        for start in range(0, len(methods), beside):
-            yield _table(self.found, methods[start : start + beside])
+        per_table = max(1, (options.max_width - min(longest, LABEL_WIDTH)) // METHOD_WIDTH)
+        for start in range(0, len(methods), per_table):
+            yield _table(self.found, methods[start : start + per_table])
 
 
 def _table(found: Comparison, methods: Sequence[MethodResult]) -> Table:

@@ -175,11 +175,17 @@ def _read(path: Path) -> tuple[list[str], Sequence[Mapping[str, Any]]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             names = list(reader.fieldnames or ())
-            rows = list(reader)
+            rows = []
+            for row in reader:
+                if None in row:
+                    raise ReplayError(
+                        f"{path}, line {reader.line_num}: {len(row[None])} more cells than columns"
+                    )
+                rows.append(row)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ReplayError(f"{path}: not a CSV, JSONL or Parquet table: {error}") from None
-    if not names or any(None in row for row in rows):
-        raise ReplayError(f"{path}: not a CSV, JSONL or Parquet table: no header, or a row longer than it")
+    if not names:
+        raise ReplayError(f"{path}: the table is empty")
     return names, rows
 
 

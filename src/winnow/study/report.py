@@ -54,7 +54,7 @@ def report_data(runs: Sequence[Path]) -> dict[str, Any]:
         if len(page_of(data).encode()) <= MAX_BYTES or points < 16:
             return data
         texts = sum(len(_embed(run["samples"])) for run in data["runs"])
-        curves = sum(len(_embed(run["metrics"])) for run in data["runs"])
+        curves = sum(len(_embed([run["metrics"], run["evals"]])) for run in data["runs"])
         if texts > curves:
             share /= 2
         else:

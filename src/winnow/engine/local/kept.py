@@ -20,8 +20,6 @@ class Kept:
 
     def up_to(self, n: int) -> Kept:
         """Return the first `n` tokens of it."""
-        if n == len(self.tokens):
-            return self
         return Kept(self.tokens[:n], [k[:, :n] for k in self.keys], [v[:, :n] for v in self.values])
 
 

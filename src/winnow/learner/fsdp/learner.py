@@ -35,10 +35,11 @@ class FsdpLearner:
         """Rows of each rank in the current step."""
 
     def accumulate(self, rows: Sequence[Row], loss: LossConfig, iteration: int = 0) -> Stats:
-        if any(row.whole is not None and row.pool is not None and row.pool.weighing == "gradient" for row in rows):
+        by_gradient = [row for row in rows if row.pool is not None and row.pool.weighing == "gradient"]
+        if any(row.rollout_number is not None for row in by_gradient):
             raise ValueError(
-                "advantage: opob with learner: fsdp takes rollouts of one segment, and a history was rewritten; "
-                "use learner: local, or another advantage"
+                "learner: fsdp has no gradient of a rollout of several segments, which this advantage needs, and a "
+                "history was rewritten; use learner: local, or another advantage"
             )
         if iteration == 0:
             self._parts = deal(rows, self._ranks.world)

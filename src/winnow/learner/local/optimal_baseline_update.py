@@ -179,8 +179,6 @@ class Batched:
 
     def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
         pools = _pools(batch)
-        if batch.rollout_B is not None:  # the norm of a sum over rows is not known from the rows' norms
-            raise UnsupportedModelError("opob: rollouts of several segments need learner: local")
         if batch is pools.pieces[0]:
             self._parts, self._later, self._sums = [], [], {}
         basis_KB = basis_of(batch.advantages_B, pools.number_B, pools.mean_P)

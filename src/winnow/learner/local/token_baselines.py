@@ -8,7 +8,7 @@ import torch
 
 from ...methods.advantage.otb import at_tokens, energy, token_baselines, token_sums
 from ...methods.loss import LossConfig
-from ...methods.segments import of_rollouts
+from ...methods.segments import sum_by_rollout
 from ..base import Stats
 from ..batch import MicroBatch, Pools
 from .update_stats import Logp, correction_weights
@@ -50,7 +50,7 @@ class TokenBaselines:
 
     @torch.no_grad()
     def _over(self, pools: Pools, loss: LossConfig) -> torch.Tensor:
-        longest = max(int(of_rollouts(p.mask_BT[:, 1:].sum(1), p.rollout_B).max()) for p in pools.pieces)
+        longest = max(int(sum_by_rollout(p.mask_BT[:, 1:].sum(1), p.rollout_B).max()) for p in pools.pieces)
         total = torch.zeros(4, len(pools.mean_P), longest, dtype=torch.float64, device=pools.mean_P.device)
         for piece in pools.pieces:
             assert piece.pools is not None

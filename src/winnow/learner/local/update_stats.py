@@ -8,7 +8,7 @@ import torch
 
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
-from ...methods.segments import of_rollouts
+from ...methods.segments import sum_by_rollout
 from ..base import Stats
 from ..batch import MicroBatch
 
@@ -52,7 +52,7 @@ def book(
     """Add a micro-batch's statistics, and `sums`."""
     mask = batch.mask_BT[:, 1:]
     log_ratio = (logp_BT.detach() - batch.sampler_logp_BT[:, 1:]) * mask
-    stats.log_w_B.append(of_rollouts(log_ratio.sum(1), batch.rollout_B))
+    stats.log_w_B.append(sum_by_rollout(log_ratio.sum(1), batch.rollout_B))
     stats.log_ratio_N.append(log_ratio[mask])
     sums |= {"tokens": mask.sum(), "entropy": (entropy_BT.detach() * mask).sum()}
     for name, value in zip(sums, torch.stack([x.double() for x in sums.values()]).tolist(), strict=True):

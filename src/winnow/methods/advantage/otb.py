@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from ...base.nucleus import running_sum
-from ..segments import before, first_rows, of_rollouts
+from ..segments import first_rows, sum_before, sum_by_rollout
 from .in_update import InUpdate, Weighing
 
 
@@ -43,7 +43,7 @@ def token_sums(
 
     W_t is the sum of the energies of the rollout's first t action tokens. Rollouts without a t-th do not count there.
     """
-    count_R = of_rollouts(mask_BT.sum(1), rollout_B)
+    count_R = sum_by_rollout(mask_BT.sum(1), rollout_B)
     there_RA = torch.arange(int(count_R.max()), device=mask_BT.device) < count_R[:, None]
     energy_RA = torch.zeros(there_RA.shape, dtype=torch.float64, device=mask_BT.device)
     energy_RA[there_RA] = energy_BT.double()[mask_BT]
@@ -68,5 +68,5 @@ def at_tokens(
     baselines_PA: torch.Tensor, number_B: torch.Tensor, mask_BT: torch.Tensor, rollout_B: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return each row's baselines at its action tokens, [B, T]; values outside the mask are undefined."""
-    position_BT = (before(mask_BT.sum(1), rollout_B)[:, None] + mask_BT.cumsum(1) - 1).clamp(min=0)
+    position_BT = (sum_before(mask_BT.sum(1), rollout_B)[:, None] + mask_BT.cumsum(1) - 1).clamp(min=0)
     return baselines_PA[number_B].gather(1, position_BT)

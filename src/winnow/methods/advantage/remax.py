@@ -16,8 +16,8 @@ from ._base import Facts
 def remax(rewards_G: np.ndarray, greedy_reward: float) -> np.ndarray:
     """Return r - reward of the greedy rollout.
 
-    [G] -> [G]; NaN members stay NaN. Raises ValueError on a shape other than [G] or an
-    infinite reward. Source: Li et al. 2023 (ReMax), equation 3.
+    [G] -> [G]; NaN members stay NaN. Raises ValueError on a shape other than [G] or an infinite reward. Source: Li et
+    al. 2023 (ReMax), equation 3.
     """
     return checked(rewards_G) - greedy_reward
 

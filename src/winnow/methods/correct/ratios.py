@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..segments import at_rows
+from ..segments import sum_at_rows
 
 Level = Literal["token", "sequence", "geometric"]
 MAX_RATIO = 1e6
@@ -44,11 +44,11 @@ def log_ratio(
     difference_BT = torch.where(mask_BT.bool(), logp_BT.detach() - sampler_logp_BT, 0.0)
     if level == "token":
         return difference_BT
-    total_B1 = at_rows(difference_BT.sum(1, keepdim=True), rollout_B)
+    total_B1 = sum_at_rows(difference_BT.sum(1, keepdim=True), rollout_B)
     if level == "sequence":
         return total_B1
     if level == "geometric":
-        return total_B1 / at_rows(mask_BT.sum(1, keepdim=True), rollout_B).clamp(min=1)
+        return total_B1 / sum_at_rows(mask_BT.sum(1, keepdim=True), rollout_B).clamp(min=1)
     raise ValueError(f"level must be token, sequence or geometric, not {level!r}")
 
 

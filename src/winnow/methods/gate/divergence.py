@@ -120,14 +120,14 @@ class Divergence:
             if signal not in SIGNALS:
                 raise ValueError(f"signal: there is no {signal!r}.{suggestion(signal, list(SIGNALS))}")
         if self.steps and (self.k, self.threshold) != (Divergence.k, Divergence.threshold):
-            raise ValueError("k and threshold have no effect beside steps; remove them, or steps")
+            raise ValueError("k and threshold have no effect with steps; remove them, or steps")
         if self.rule == "and" and self.termination is None:
             raise ValueError("rule: and needs termination, the share of trajectories that must have ended")
         self._check_refit()
         if self.task_type != Divergence.task_type and not self.per_task_type:
             raise ValueError("task_type has no effect without per_task_type; remove it")
         if self.steps and any(own and isinstance(own, (int, float)) for own in self.per_task_type.values()):
-            raise ValueError("per_task_type: beside steps, a type needs steps of its own, e.g. {heat: {10: 0.1}}, or 0")
+            raise ValueError("per_task_type: with steps, a type needs steps of its own, e.g. {heat: {10: 0.1}}, or 0")
         for plan in (self.plan(), *map(self.plan, self.per_task_type)):
             for k, threshold in plan.items():
                 if k < 1:

@@ -65,7 +65,7 @@ def _problems(surplus: Surplus, run: RunFacts) -> Iterator[str]:
             "surplus: carry trains groups one step after they were sampled; allow it with max_lag: 1, or choose "
             "surplus: discard"
         )
-    if not any(filter_.refill for filter_ in run.options["filter"]):
+    if not any(filter_.refill for filter_ in run.filters):
         yield "it has an effect only with a filter that refills, e.g. filter: zero_variance; remove it"
 
 

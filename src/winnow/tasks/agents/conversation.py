@@ -40,7 +40,7 @@ class Answer:
 
 
 @dataclass(eq=False)
-class Ask:
+class Request:
     """A request of the agent, and the answer owed to it."""
 
     messages: list[Message]
@@ -50,7 +50,7 @@ class Ask:
     agent: str
     reply: Owed = field(default_factory=Owed)
 
-    def same_as(self, other: Ask) -> bool:
+    def same_as(self, other: Request) -> bool:
         return (self.messages, self.tools, self.agent) == (other.messages, other.tools, other.agent)
 
 
@@ -74,10 +74,10 @@ class Conversation:
         self._parse = parse
         self._lock = threading.Lock()
         self._next = Owed()
-        self._waiting: deque[Ask] = deque()
-        self._asked: Ask | None = None
+        self._waiting: deque[Request] = deque()
+        self._with_policy: Request | None = None
         """Request with the policy."""
-        self._asks: list[Ask] = []
+        self._requests: list[Request] = []
         """Every request of the agent, answered or not."""
         self._histories: list[History] = []
         """By segment."""
@@ -101,47 +101,47 @@ class Conversation:
         that it repeats one; None: it says nothing, and a request equal to the last one is a repetition. Raises
         OverError when the rollout has ended.
         """
-        ask = Ask(messages, tools, with_stop, agent)
+        request = Request(messages, tools, with_stop, agent)
         with self._lock:
             if self._over:
                 raise OverError(self._over)
-            repeatable = self._asks if retried else [] if retried is False else self._asks[-1:]
-            repeated = next((earlier for earlier in reversed(repeatable) if ask.same_as(earlier)), None)
+            repeatable = self._requests if retried else [] if retried is False else self._requests[-1:]
+            repeated = next((earlier for earlier in reversed(repeatable) if request.same_as(earlier)), None)
             if repeated is None:
-                self._asks.append(ask)
-                self._waiting.append(ask)
+                self._requests.append(request)
+                self._waiting.append(request)
                 self._pass_on()
             else:
-                ask = repeated
-        answer: Answer = ask.reply.future.result()
+                request = repeated
+        answer: Answer = request.reply.future.result()
         return answer
 
     def _pass_on(self) -> None:
         """Give the policy the agent's end or, if it has no request, the next one."""
         if self._end is not None:
             self._end(self._next)
-        elif self._asked is None and self._waiting:
-            self._asked = ask = self._waiting.popleft()
-            self._next.succeed(self._as_observation(ask))
+        elif self._with_policy is None and self._waiting:
+            self._with_policy = request = self._waiting.popleft()
+            self._next.succeed(self._as_observation(request))
 
-    def _as_observation(self, ask: Ask) -> NextMessages:
+    def _as_observation(self, request: Request) -> NextMessages:
         last = len(self._histories) - 1
         for number in range(last, -1, -1):
             history = self._histories[number]
-            if (history.tools, history.agent) != (ask.tools, ask.agent):
+            if (history.tools, history.agent) != (request.tools, request.agent):
                 continue
-            if (added := added_to(history.messages, ask.messages)) is not None:
+            if (added := added_to(history.messages, request.messages)) is not None:
                 continues = -1 if number == last else number
-                self._begin_or_go_on(ask, continues)
-                return NextMessages(added, ask.tools, continues, ask.messages, ask.agent)
-        self._begin_or_go_on(ask, None)
-        return NextMessages(ask.messages, ask.tools, None, ask.messages, ask.agent)
+                self._begin_or_go_on(request, continues)
+                return NextMessages(added, request.tools, continues, request.messages, request.agent)
+        self._begin_or_go_on(request, None)
+        return NextMessages(request.messages, request.tools, None, request.messages, request.agent)
 
-    def _begin_or_go_on(self, ask: Ask, continues: int | None) -> None:
+    def _begin_or_go_on(self, request: Request, continues: int | None) -> None:
         """Only the last segment grows; an earlier history goes on in a segment of its own, with the same tokens."""
         if continues == -1:
             self._histories.pop()
-        self._histories.append(History(list(ask.messages), ask.tools, ask.agent))
+        self._histories.append(History(list(request.messages), request.tools, request.agent))
 
     def returned(self, value: Any) -> None:
         with self._lock:
@@ -162,14 +162,14 @@ class Conversation:
     def answer(self, text: str, *, cut: bool = False) -> Message:
         """Pass the policy's text to the agent, and return it as a message."""
         with self._lock:
-            ask = self._asked
-            assert ask is not None
-            message = answer_of(text, self._parse if ask.tools else None, self._turns, ask.with_stop)
+            request = self._with_policy
+            assert request is not None
+            message = answer_of(text, self._parse if request.tools else None, self._turns, request.with_stop)
             self._turns += 1
             self._histories[-1].messages.append(message)
-            self._next, self._asked = Owed(), None
+            self._next, self._with_policy = Owed(), None
             prompt_tokens, tokens = getattr(text, "prompt_tokens", 0), getattr(text, "tokens", 0)
-            ask.reply.succeed(Answer(message, cut, prompt_tokens, tokens))
+            request.reply.succeed(Answer(message, cut, prompt_tokens, tokens))
             self._pass_on()
         return message
 
@@ -178,7 +178,7 @@ class Conversation:
         with self._lock:
             self._over = self._over or why
             self._next.fail(OverError(self._over))
-            for ask in (*self._waiting, self._asked):
-                if ask is not None:
-                    ask.reply.fail(OverError(self._over))
+            for request in (*self._waiting, self._with_policy):
+                if request is not None:
+                    request.reply.fail(OverError(self._over))
             self._waiting.clear()

@@ -71,7 +71,7 @@ class Arrol:
             raise ValueError("unbiased needs p_min above 0: what never survives cannot be weighted")
         for name in ("quantile", "share") if self.at is not None else ():
             if getattr(self, name) != getattr(Arrol, name):
-                raise ValueError(f"{name} has no effect beside at: {self.at}; remove one of them")
+                raise ValueError(f"{name} has no effect with at: {self.at}; remove one of them")
         without = {"target": (), "literal": ("target",)}.get(self.balance, ("target", "strength"))
         for name in without:
             if getattr(self, name) != getattr(Arrol, name):
@@ -102,7 +102,7 @@ class Arrol:
     def _problems_of_weights(self, run: RunFacts, least: int) -> Iterator[str]:
         if len(run.options["gates"]) > 1:
             yield "arrol: unbiased weights know of no other gate; remove the others, or unbiased"
-        if not all(filter_.admits_all for filter_ in run.options["filter"]):
+        if not all(filter_.admits_all for filter_ in run.filters):
             yield (
                 "arrol: unbiased cannot weigh a batch from which a filter took groups by what their survivors got; "
                 "set filter: keep_all, or remove unbiased"
@@ -132,7 +132,7 @@ class Arrol:
             chart("Share of rollouts kept", kept, share=True, percent=True),
             chart("Right answers", right, share=True, percent=True),
             chart("Balance of trained groups, mean p (1 - p)", {"balance": "balance"}),
-            chart("How well success is told apart", told_apart, share=True),
+            chart("How well success is predicted", told_apart, share=True),
             chart("Brier score", {"brier": "mean squared error"}),
             chart("Tokens saved", {"tokens_saved": "a step, estimated"}),
             chart("Where the decision falls", {"detection_length": "token"}),

@@ -181,7 +181,7 @@ def _task_type(file: Path) -> str | None:
         return None
     facts = file.with_name("traj_data.json")
     if not facts.is_file():
-        raise ValueError(f"alfworld: {file} has no traj_data.json beside it, which tells its task_type; copy it there")
+        raise ValueError(f"alfworld: {file} has no traj_data.json (its task_type) in its directory; copy it there")
     return str(load_json(facts).get("task_type"))
 
 

@@ -41,7 +41,7 @@ def digest_of(path: Path) -> str:
     """Return the SHA-256 of a game's two files. Raises ValueError when the JSON file is missing."""
     facts = path.with_suffix(".json")
     if not facts.is_file():
-        raise ValueError(f"textworld: {path} has no {facts.name} beside it, which tw-make writes; copy it there")
+        raise ValueError(f"textworld: {path} has no {facts.name} (of tw-make) in its directory; copy it there")
     return hashlib.sha256(path.read_bytes() + facts.read_bytes()).hexdigest()
 
 

@@ -1,0 +1,80 @@
+"""Two ranks of a learner, the model they share, and updates to compare with one process's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from winnow.config import RunConfig, validate
+from winnow.learner import Learner, Policy
+from winnow.learner.fsdp.learner import FsdpLearner
+from winnow.learner.fsdp.ranks import Ranks
+from winnow.methods.correct import M2PO, Truncate
+from winnow.methods.loss import LossConfig
+from winnow.study.warm_start import word_tokenizer
+
+from .. import parity
+from ..unit.learner_models import WORDS, llama, random_rows
+from .fsdp_ranks import FSDP, LOSSES, REWARD, config, policy, ranks
+
+REWARD = f"{parity.__file__}:parity_reward"
+FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
+
+
+@pytest.fixture(scope="module")
+def ranks(local_cluster: None) -> Iterator[Ranks]:
+    """Two, for one model after the other: they take seconds to start."""
+    found = Ranks(world=2, threads=1, num_gpus=0, timeout_s=120)
+    yield found
+    found.close()
+
+
+def over(ranks: Ranks, policy: Policy, **changes: Any) -> FsdpLearner:
+    return FsdpLearner(ranks, *ranks.build(policy, config(**changes)))
+
+
+def config(**changes: Any) -> RunConfig:
+    return validate({"model": "given", "env": "countdown", "max_grad_norm": 0.5, "tokens_per_microbatch": 48} | changes)
+
+
+def policy(reference: bool = False, **model: Any) -> Policy:
+    causal_lm = llama(**model)
+    tokenizer = word_tokenizer([f"w{i}" for i in range(WORDS)], max_positions=64)
+    return Policy(causal_lm, tokenizer, copy.deepcopy(causal_lm) if reference else None)
+
+
+def updates(learner: Learner, loss: LossConfig, steps: int = 5, iterations: int = 1) -> list[dict[str, float]]:
+    """Of rows that differ from step to step, in number, too."""
+    found = []
+    for step in range(steps):
+        rows = random_rows(seed=step, n=1 + 4 * step)
+        for iteration in range(iterations):
+            stats = learner.accumulate(rows, loss, iteration)
+            weights = torch.cat(stats.log_w_B)
+            found.append(
+                stats.sums | {"norm": learner.apply(1e-3), "rows": float(len(weights)), "weight": float(weights.sum())}
+            )
+    return found
+
+
+def state(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.weights().items()}
+
+
+def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+LOSSES = {
+    "plain": LossConfig(policy_loss="plain"),
+    "clip": LossConfig(policy_loss="clip"),
+    "kl and entropy": LossConfig(policy_loss="plain", beta=0.1, entropy_coef=0.01),
+    "truncate": LossConfig(policy_loss="plain", correction=Truncate()),
+    "over the batch": LossConfig(policy_loss="plain", correction=M2PO()),
+    "over the batch, clip": LossConfig(policy_loss="clip", correction=M2PO()),
+}
