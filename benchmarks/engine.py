@@ -1,12 +1,14 @@
 """The embedded engine against `transformers.generate` and transformers' continuous batching, side by side in one run.
 
-    python benchmarks/engine.py --out benchmarks/results/engine.json [--quick] [--device cuda] [--only 0.7M-short ...]
+    python benchmarks/engine.py --out benchmarks/results/engine.json [--quick] [--only 0.7M-short ...]
+    python benchmarks/engine.py --out benchmarks/results/engine_gpu.json --device cuda      # 0.6B, bfloat16
 
 Every repeat runs all sides one after the other; ratios are taken within a repeat and reported as median, minimum and
 maximum, so that a busy machine disturbs all sides alike. Lengths are forced (random models have no length law of
 their own): every request has its own max_tokens. `generate` has no per-row limit: it runs all rows, in one batch, to
-the longest. Prompts, model, sampling (temperature 1, no filter) and useful tokens are the same on all sides. Each side
-runs at the thread count (1 or all cores) that was faster for it on the short workload.
+the longest. Prompts, model, sampling (temperature 1, no filter) and useful tokens are the same on all sides. On CPUs
+each side runs at the thread count (1 or all cores) that was faster for it on the short workload. On a GPU another side
+is the engine without CUDA graphs, and the first repeat does not count.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ SIZES = {
     | {"intermediate_size": 384},
     "25M": {"hidden_size": 512, "num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 2}
     | {"intermediate_size": 1408},
+    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    | {"intermediate_size": 3072, "head_dim": 128, "vocab_size": 151_936, "dtype": torch.bfloat16},
 }
 Run = Callable[[], float]
 
@@ -50,6 +54,8 @@ class Workload:
     rows: int
     long_tail: bool
     slots: int
+    times: int = 1
+    """Factor of the short lengths."""
 
 
 WORKLOADS = {
@@ -57,6 +63,8 @@ WORKLOADS = {
     ("0.7M", "long-tail"): Workload(1024, True, 1024),
     ("25M", "short"): Workload(256, False, 256),
     ("25M", "long-tail"): Workload(128, True, 128),
+    ("0.6B", "short"): Workload(256, False, 256, 8),
+    ("0.6B", "long-tail"): Workload(256, True, 256),
 }
 
 
@@ -68,17 +76,19 @@ def log_normal(rows: int) -> list[int]:
 
 
 def lengths(work: Workload) -> list[int]:
-    """Short: 14 to 18."""
-    return log_normal(work.rows) if work.long_tail else [14 + i % 5 for i in range(work.rows)]
+    """Short: 14 to 18 tokens, times a factor."""
+    return log_normal(work.rows) if work.long_tail else [work.times * (14 + i % 5) for i in range(work.rows)]
 
 
 def make_model(size: str, device: str) -> Any:
     torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB} | SIZES[size]
     config = hf.Qwen2Config(
-        vocab_size=VOCAB, max_position_embeddings=512, tie_word_embeddings=True, **SIZES[size],
+        max_position_embeddings=1024, tie_word_embeddings=True, **sizes,
         eos_token_id=None, bos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    model = hf.Qwen2ForCausalLM(config).eval().to(device)
+    with torch.device(device):
+        model = hf.Qwen2ForCausalLM(config).eval().to(config.dtype)
     model.generation_config = hf.GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
     return model
 
@@ -112,6 +122,12 @@ def seconds_of(engine: Any, requests: list[Request]) -> float:
 
 def engine_run(model: Any, requests: list[Request], slots: int, dtype: str) -> Run:
     engine = LocalEngine(model, make_tokenizer(), slots=slots, dtype=dtype)
+    return lambda: seconds_of(engine, requests)
+
+
+def without_graphs(model: Any, requests: list[Request], slots: int) -> Run:
+    engine = LocalEngine(model, make_tokenizer(), slots=slots)
+    engine._backend._decoded = engine._backend._decode  # type: ignore[attr-defined]
     return lambda: seconds_of(engine, requests)
 
 
@@ -165,6 +181,12 @@ def continuous_run(model: Any, requests: list[Request]) -> Run:
 def make_sides(size: str, name: str, device: str) -> dict[str, Run]:
     work, model = WORKLOADS[size, name], make_model(size, device)
     requests = make_requests(work)
+    if device == "cuda":
+        return {
+            "engine": engine_run(model, requests, work.slots, "bfloat16"),
+            "engine_without_graphs": without_graphs(model, requests, work.slots),
+            "generate": generate_run(model, requests, device),
+        }
     return {
         "engine": engine_run(model, requests, work.slots, "float32"),
         "engine_256_slots": engine_run(model, requests, 256, "float32"),
@@ -186,6 +208,8 @@ def best_threads(run: Run) -> int:
 
 @functools.cache
 def choose_threads(size: str, device: str) -> dict[str, int]:
+    if device == "cuda":
+        return dict.fromkeys(make_sides(size, "short", device), 1)
     return {side: best_threads(run) for side, run in make_sides(size, "short", device).items()}
 
 
@@ -202,8 +226,9 @@ def measure(size: str, name: str, device: str, repeats: int) -> dict[str, Any]:
     tokens = sum(r.params.max_tokens for r in make_requests(work))
     threads, sides = choose_threads(size, device), make_sides(size, name, device)
     if work.slots <= 256:
-        del sides["engine_256_slots"]
-    rounds = in_turn({side: with_threads(run, threads[side]) for side, run in sides.items()}, repeats)
+        sides.pop("engine_256_slots", None)
+    runs = {side: with_threads(run, threads[side]) for side, run in sides.items()}
+    rounds = in_turn(runs, repeats, warm=device == "cuda")  # kernels are loaded in the first run
     seconds = {side: [found[side] for found in rounds] for side in sides}
     return {
         "rows": work.rows,
@@ -229,7 +254,9 @@ def main() -> None:
     if args.only and args.out.exists():  # the others stay as they were measured
         result["workloads"] = json.loads(args.out.read_text())["workloads"]
     for size, name in WORKLOADS:
-        if (args.quick and size != "0.7M") or (args.only and f"{size}-{name}" not in args.only):
+        if (size == "0.6B") != (args.device == "cuda"):
+            continue
+        if (args.quick and size == "25M") or (args.only and f"{size}-{name}" not in args.only):
             continue
         found = measure(size, name, args.device, 2 if args.quick else args.repeats)
         result["workloads"][f"{size}-{name}"] = found

@@ -294,6 +294,7 @@ class PretendCuda:
         self._patch(torch.storage._StorageBase, "clone", cloned)
         self._autocast()
         self._cuda()
+        self._patch(importlib.import_module("winnow.engine.local.graphs"), "capturing", lambda device: self._captured)
         self._threads()
         self.stack.enter_context(Looker(self))
         return self
@@ -423,6 +424,17 @@ class PretendCuda:
             self._patch(torch.cuda, name, nothing)
         self._patch(torch.cuda, "get_rng_state", lambda *a: torch.get_rng_state())
         self._patch(torch.cuda, "set_rng_state", lambda *a: None)
+
+    def _captured(self, step: Any) -> Any:
+        """In the place of a CUDA graph's replay: the step itself, which may not wait, as in a capture."""
+
+        def replay() -> torch.Tensor:
+            before = self.syncs.total()
+            found: torch.Tensor = step()
+            assert self.syncs.total() == before, self.report()
+            return found
+
+        return replay
 
     def _threads(self) -> None:
         """Dispatch modes are of one thread: enter this one in threads that start meanwhile, too."""

@@ -21,6 +21,7 @@ from winnow.config import ConfigError, RunConfig, load_config, name_of, validate
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.loading import load_tokenizer, load_whole, shell_of
 from winnow.engine.local.hf import HFBackend
+from winnow.learner import batch
 from winnow.learner.local import learner as learner_module
 from winnow.learner.local import recompute
 from winnow.learner.local.eval_mode import halve_frozen
@@ -75,13 +76,14 @@ def config(**changes: Any) -> RunConfig:
     return validate(values | {"max_completion_length": 64, "prompts_per_step": 4} | changes)
 
 
-def rows_of(tokens: int) -> list[Row]:
-    """Rows of 128 tokens, prompts of 8 among them."""
-    draws, rows = random.Random(0), []
+def rows_of(tokens: int, prompt_tokens: int = 8, siblings: int = 1) -> list[Row]:
+    """Rows of 128 tokens, prompts among them; so many siblings share one."""
+    draws, rows, sampled = random.Random(0), [], 128 - prompt_tokens
     for number in range(tokens // 128):
-        ids = np.array([draws.randrange(2, VOCAB) for _ in range(120)])
-        zeros = np.zeros(120)
-        prompt = tuple(range(5 + number, 13 + number))
+        ids = np.array([draws.randrange(2, VOCAB) for _ in range(sampled)])
+        zeros = np.zeros(sampled)
+        first = 5 + number // siblings
+        prompt = tuple(range(first, first + prompt_tokens))
         rollout = Rollout(number, prompt, ids, zeros == 0, zeros.astype(np.float32) - 5, zeros.astype(np.int32))
         rows.append(Row(rollout, 1.0, 0.01))
     return rows
@@ -143,6 +145,27 @@ def test_an_update_holds_what_is_predicted(
             learner.apply(1e-4)
         assert total(phases["update"]) == pytest.approx(gpu.peak_bytes, rel=0.1), phases["update"]
         assert shapes.trained == sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
+
+
+def test_an_update_with_shared_prompts_holds_no_more_than_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys and values are kept in every row, which counts as tokens of the micro-batch."""
+    monkeypatch.setattr(recompute, "WORTH", 0)
+    monkeypatch.setattr(budget, "WORTH", 0)
+    monkeypatch.setattr(batch, "PASS_TOKENS_CUDA", 256)
+    c = config(tokens_per_microbatch=2048, dtype="bfloat16")
+    rows = rows_of(4096, prompt_tokens=112, siblings=16)
+    with PretendCuda() as gpu:
+        given = qwen3(num_hidden_layers=8)
+        predicted = Budget(c, Shapes.of(given, c), 80 * GIB, sampler=False).phases()["update"]
+        options = LearnerOptions(tokens_per_microbatch=2048, compute_dtype=torch.bfloat16)
+        learner = LocalLearner(given.to("cuda"), TokenDistribution(VOCAB), options)
+        assert all(part.shared is not None for part in batch.micro_batches(rows, learner._budget, pad_id=0))
+        for _ in range(2):
+            gc.collect()
+            gpu.reset_peak()
+            learner.accumulate(rows, LossConfig(), 0)
+            learner.apply(1e-4)
+    assert 0.7 * total(predicted) < gpu.peak_bytes < 1.1 * total(predicted), predicted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -19,6 +19,9 @@ from .rows import Pool, Row, rollouts_of
 PASS_TOKENS = 512
 PASS_TOKENS_CUDA = 2048
 """Upper bound on the tokens that cost as much as the overhead of one more forward and backward pass."""
+COLUMN_CUDA = 0.3
+"""Memory of a column in each row with a shared prompt, in computed tokens: keys and values are copied for the row, and
+once more for every head. Counted in bfloat16: 0.1 (Qwen2.5-0.5B) to 0.28 (sizes of Qwen3-0.6B)."""
 BLOCK = 0.75
 """Share of the token budget for rows whose activations are partly kept until their common baselines are known."""
 
@@ -90,14 +93,16 @@ class Budget:
     """Tokens that cost as much as one more pass: the limit on padding and on prompts computed twice."""
     share: bool = True
     """Whether a prompt can be computed once for all of its rows."""
+    column: float = 0.0
+    """Tokens that a column of a row with a shared prompt counts in addition."""
 
     @staticmethod
     def for_model(tokens: int, parameters: int, *, share: bool, device: str = "cpu") -> Budget:
         """Return the budget for a model size. On CPUs one more pass costs as much as 512 tokens at 0.6 million
         parameters and 64 at 135 million, measured. On a GPU it costs thousands of launches: tens of milliseconds for
-        any model."""
+        any model. There the budget is also a limit on memory, so that columns count."""
         if device == "cuda":
-            return Budget(tokens, PASS_TOKENS_CUDA, share)
+            return Budget(tokens, PASS_TOKENS_CUDA, share, COLUMN_CUDA)
         return Budget(tokens, min(PASS_TOKENS, max(64, 300_000_000 // max(parameters, 1))), share)
 
 
@@ -171,7 +176,7 @@ def _cut(rollouts: Sequence[Sequence[Row]], budget: Budget) -> list[list[Row]]:
     extent = Extent()
     for of_one in rollouts:
         grown = extent.with_rows(of_one)
-        if not parts or grown.computed(budget) > budget.tokens or grown.padding(budget) > budget.pass_tokens:
+        if not parts or grown.held(budget) > budget.tokens or grown.padding(budget) > budget.pass_tokens:
             parts.append([])
             grown = Extent.of(of_one)
         parts[-1] += of_one
@@ -228,6 +233,12 @@ class Extent:
     def computed(self, budget: Budget) -> int:
         """Return the number of computed tokens, padding included."""
         return self._together if self.shares(budget) else self._apart
+
+    def held(self, budget: Budget) -> float:
+        """Return the memory for the backward pass, in tokens."""
+        if not self.shares(budget):
+            return self._apart
+        return self._together + budget.column * self.rows * (self.longest_prompt + self.longest_completion)
 
     def padding(self, budget: Budget) -> int:
         return self.computed(budget) - (self.shared_tokens if self.shares(budget) else self.tokens)

@@ -178,9 +178,7 @@ def _read(path: Path) -> tuple[list[str], Sequence[Mapping[str, Any]]]:
             rows = []
             for row in reader:
                 if None in row:
-                    raise ReplayError(
-                        f"{path}, line {reader.line_num}: {len(row[None])} more cells than columns"
-                    )
+                    raise ReplayError(f"{path}, line {reader.line_num}: {len(row[None])} more cells than columns")
                 rows.append(row)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ReplayError(f"{path}: not a CSV, JSONL or Parquet table: {error}") from None

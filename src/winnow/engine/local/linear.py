@@ -15,7 +15,10 @@ class Linear:
         self._bias = bias
         self._packed = _can_pack(weight)
         pack = torch.ops.mkldnn._reorder_linear_weight
-        self._weight = pack(weight, TYPICAL_ROWS) if self._packed else weight.t().contiguous()
+        if self._packed:
+            self._weight = pack(weight, TYPICAL_ROWS)
+        else:  # a GPU multiplies by a transposed matrix as fast; a copy would take memory
+            self._weight = weight.t() if weight.is_cuda else weight.t().contiguous()
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         if self._packed:

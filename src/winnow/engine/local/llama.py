@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from .backend import Output, Prefilled
 from .cache import Chunk, KVCache
+from .graphs import DecodeGraphs
 from .kept import Kept, causal_mask, stacked
 from .linear import Linear
 
@@ -77,6 +78,8 @@ class LlamaBackend:
         self.kv_shapes = [((self._kv_heads, self._size),) * 2] * self._n_layers
         self._rotary, self._rotary_device = model.model.rotary_emb, model.model.embed_tokens.weight.device
         self._rotation = self._rotations(max_length)
+        self._graphs = DecodeGraphs(self._decode, device) if device.type == "cuda" else None
+        self._decoded = self._graphs or self._decode
         self.load(model.state_dict())
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -91,6 +94,8 @@ class LlamaBackend:
         self._norm = self._copy(state["model.norm.weight"], torch.float32)
 
     def release(self) -> None:
+        if self._graphs:
+            self._graphs.clear()
         del self._embedding, self._head, self._layers, self._norm
 
     def _copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -233,6 +238,11 @@ class LlamaBackend:
         return self._output(x[last])
 
     def decode(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]) -> Output:
+        return self._output(self._decoded(tokens_N, positions_N, cache, chunks))
+
+    def _decode(
+        self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]
+    ) -> torch.Tensor:
         n, groups = len(tokens_N), self._heads // self._kv_heads
         x = self._embedding[tokens_N]
         rotation = self._rotation[positions_N]
@@ -249,7 +259,7 @@ class LlamaBackend:
                 )
             layer.out.add_to(x, attended.view(n, -1))
             self._feed_forward(layer, x)
-        return self._output(x)
+        return x
 
 
 def _attend(
