@@ -37,7 +37,7 @@ from winnow.collect import Collector
 from winnow.config import validate
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import Limits
-from winnow.run.build import build_methods
+from winnow.run.build_methods import build_methods
 from winnow.sampler import SamplerContext, pool
 from winnow.sampler.base import PoolOptions
 from winnow.sampler.buffer import Buffer

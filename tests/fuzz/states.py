@@ -73,7 +73,7 @@ def _loop() -> Any:
     from winnow.collect import Collector
     from winnow.loop import Loop
     from winnow.record.stop_conditions import Limits
-    from winnow.run.build import build_methods
+    from winnow.run.build_methods import build_methods
     from winnow.sampler.buffer import Buffer
     from winnow.sampler.codec import prompts_of
 

@@ -14,7 +14,7 @@ from winnow.config import RunConfig, validate
 from winnow.loop import Hooks, Loop
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import Limits
-from winnow.run.build import build_methods
+from winnow.run.build_methods import build_methods
 from winnow.sampler.buffer import Buffer
 from winnow.sampler.scheduling import SyncPace
 from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Verdict, Visit

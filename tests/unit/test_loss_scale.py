@@ -18,7 +18,7 @@ from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.loss_scale import START, LossScale
 from winnow.methods.loss import LossConfig
-from winnow.run.build import build_methods
+from winnow.run.build_methods import build_methods
 
 from ..parity import parity_reward
 from .learner_models import VOCABULARY, llama, random_rows

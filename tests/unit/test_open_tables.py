@@ -18,7 +18,7 @@ from winnow.methods.filter import FILTERS, AllOf
 from winnow.methods.gate import GATES
 from winnow.methods.select import SELECTORS
 from winnow.methods.size import ROLLOUT_BATCHES, SIZES
-from winnow.run.build import build_methods
+from winnow.run.build_methods import build_methods
 from winnow.run.trainer_inputs import Given
 from winnow.sampler import SYNCS
 from winnow.tasks import ENVS

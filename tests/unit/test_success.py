@@ -15,7 +15,7 @@ from winnow.methods.select.greso import Greso
 from winnow.methods.select.pass_rate import PassRate
 from winnow.methods.success import Success, default_success
 from winnow.rollout.evaluate import summarize
-from winnow.run.build import build_success
+from winnow.run.build_methods import build_success
 from winnow.types import Fate, Group, GroupKind, Prompt, Rollout, Visit
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(4)]

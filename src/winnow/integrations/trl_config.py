@@ -10,7 +10,7 @@ from ..config import ConfigError, MethodSpec, RunConfig, method, name_of, valida
 from ..env.base import Task
 from ..methods.advantage import ADVANTAGES, InUpdate
 from ..methods.select import SELECTORS
-from ..run.build import Methods, build_methods, build_success
+from ..run.build_methods import Methods, build_methods, build_success
 from ..run.engine_choice import AUTO
 from .trl_engine import TrlModel, with_precision
 

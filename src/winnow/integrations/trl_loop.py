@@ -22,7 +22,7 @@ from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger
 from ..record.records import CHARTS, CONFIG, LEDGER, Records, RunDirectoryError
 from ..record.stop_conditions import Limits
-from ..run.build import method_charts, step_options
+from ..run.build_methods import method_charts, step_options
 from ..run.checkpoint import load_state_in_trl, understood
 from ..run.preflight import MAY_CHANGE_ON_RESUME, refuse_used_directory
 from ..sampler.buffer import Buffer

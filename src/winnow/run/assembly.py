@@ -23,16 +23,8 @@ from ..sampler.weights import fingerprints
 from ..types import Group, Job, Rollout
 from . import serve
 from .auto_settings import Machine, settle
-from .build import (
-    Methods,
-    build_learner,
-    build_methods,
-    build_policy,
-    build_rewarder,
-    build_sampler,
-    build_success,
-    rollout_options,
-)
+from .build import build_learner, build_policy, build_rewarder, build_sampler, rollout_options
+from .build_methods import Methods, build_methods, build_success
 from .hub import check_hub
 from .placement import require_places
 from .preflight import check_agreement, check_prompts, in_steps

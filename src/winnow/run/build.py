@@ -1,15 +1,14 @@
-"""Builds objects from configuration values: model, tokenizer, task, engine, learner, methods."""
+"""Builds objects from configuration values: model, tokenizer, task, engine, learner. Methods: `build_methods.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..base.weights import weights_digest
-from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, suggestion
+from ..config import ConfigError, MethodSpec, RunConfig, method, name_of
 from ..engine.base import Engine, SamplingParams
 from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, require_finite
 from ..engine.pretrained import located
@@ -20,196 +19,18 @@ from ..env.rewards.rewarder import Rewarder, RewardSpec
 from ..env.rewards.workers import RewardWorkers
 from ..learner import LEARNERS, Learner, Policy
 from ..learner.local.reference import frozen_copy
-from ..learner.step import StepOptions
-from ..methods.advantage import ADVANTAGES, Advantage
-from ..methods.base import Chart, RunFacts
-from ..methods.correct import CORRECTIONS, StepScale
-from ..methods.filter import AllOf, Filter
-from ..methods.gate import GATES, Gate, GateContext, NamedRule, RuleError, check_rule
-from ..methods.gate.audit import AuditedGate, RuleAudit
-from ..methods.group_kind import GroupJudge
-from ..methods.loss import LossConfig
-from ..methods.select import Selector
-from ..methods.select.audit import AuditedSelector
-from ..methods.size import GroupSize, RolloutBatch
-from ..methods.success import Success, default_success
+from ..methods.advantage import ADVANTAGES
 from ..rollout.options import RolloutOptions
 from ..sampler import Sampler, SamplerContext, sampler_options
 from ..sampler.base import PoolOptions
 from ..tasks import ENVS
-from ..types import Prompt, Purpose
+from ..types import Purpose
 from .build_adapters import check_adapters, with_lora
-from .catalogue import METHOD_TABLES
 from .engine_choice import engine_options
 from .start import Start, require_embeddings
 
 PROBE_TOKENS = 16
 """Longest rollouts that compare engine and learner."""
-
-
-@dataclass(frozen=True)
-class Methods:
-    selector: Selector
-    rollout_batch: RolloutBatch
-    group_size: GroupSize
-    gates: dict[str, Gate]
-    filter: Filter
-    judge: GroupJudge
-    advantage: Advantage
-    loss: LossConfig
-    step_scale: StepScale
-
-    def save(self, directory: Path) -> None:
-        """Write what gates store with the weights."""
-        for gate in self.gates.values():
-            gate.save(directory)
-
-
-def build_success(c: RunConfig, functions: Mapping[str, str], weights: Sequence[float] | None) -> Success:
-    """Return what counts as a right answer.
-
-    `functions`: alias -> name of each reward function. `weights`: theirs, if given. Raises ConfigError when `success`
-    names an unknown function.
-    """
-    names = list(dict.fromkeys(functions.values()))
-    if c.success is None:
-        return default_success(names, weights)
-    decides = c.success.function
-    known = {"env": "env", **functions}
-    if decides is not None and decides not in known:
-        raise ConfigError(f"success: function: unknown reward function '{decides}'.{suggestion(decides, list(known))}")
-    return Success(decides and known[decides], c.success.at_least)
-
-
-def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | None = None) -> Methods:
-    """Build the methods of a run. `success`: what counts as right; default: a reward of 1.
-
-    Raises ConfigError naming the field and the nearest valid name.
-    """
-    loss, options = build_loss(c), method_options(c)
-    with _errors_of("group_size"):
-        group_size: GroupSize = options["group_size"][0].build(c.num_generations)
-    advantage: Advantage = options["advantage"][0]
-    if advantage.smallest_group > group_size.smallest:
-        raise ConfigError(
-            f"advantage: {c.advantage} needs groups of at least {advantage.smallest_group} rollouts, but they may have "
-            f"only {group_size.smallest}; lower its k, or raise num_generations"
-        )
-    filters = _filters(c, options["filter"])
-    filter_ = filters[0] if len(filters) == 1 else _all_of(c, filters)
-    judge = GroupJudge(success or Success(), filter_.atol, advantage)
-    facts = RunFacts(c, prompts, options, filters, advantage.group_relative, group_size.smallest, judge.least)
-    for problem in facts.problems():
-        raise ConfigError(problem)
-    with _errors_of("selector"):
-        selector: Selector = options["selector"][0].build(prompts, c.seed, judge)
-    return Methods(
-        selector=selector if c.audit is None else _audited(c, c.audit, selector, judge),
-        rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),
-        group_size=group_size,
-        gates=build_gates(c, judge),
-        filter=filter_,
-        judge=judge,
-        advantage=advantage,
-        loss=loss,
-        step_scale=options["step_scale"][0].build(),
-    )
-
-
-@contextmanager
-def _errors_of(key: str) -> Iterator[None]:
-    """Turn a ValueError of a method into a ConfigError that names its key."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from None
-
-
-def method_options(c: RunConfig) -> dict[str, list[Any]]:
-    """Return the options of every method that the configuration names, by key."""
-    options = {}
-    for key, table in METHOD_TABLES.items():
-        value = getattr(c, key)
-        specs = value if isinstance(value, list) else [value]
-        options[key] = [method(table, spec, key) for spec in specs]
-    return options
-
-
-def method_charts(c: RunConfig) -> list[dict[str, Any]]:
-    """Return the charts that the methods of a run define, as JSON values."""
-    charts: list[Chart] = []
-    for key, options in method_options(c).items():
-        names = gate_names(c) if key == "gates" else [key] * len(options)
-        for name, each in zip(names, options, strict=True):
-            if hasattr(each, "charts"):
-                charts += each.charts(name)
-    return [asdict(chart) for chart in charts]
-
-
-def gate_names(c: RunConfig) -> list[str]:
-    """Return the names of the run's gates: those of the methods without a path, numbered if repeated."""
-    names = [name_of(spec).rpartition(":")[2] for spec in c.gates]
-    return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
-
-
-def rule_types(c: RunConfig) -> dict[str, type]:
-    """Return the classes of the rules that gates publish, by gate."""
-    contexts = [GateContext(name) for name in gate_names(c)]
-    gates = [method(GATES, spec, "gates").build(context) for spec, context in zip(c.gates, contexts, strict=True)]
-    return {context.name: type(gate.rule()) for context, gate in zip(contexts, gates, strict=True)}
-
-
-def build_gates(c: RunConfig, judge: GroupJudge) -> dict[str, Gate]:
-    """Build the gates of a run, by name. Raises ConfigError naming the option."""
-    gates: dict[str, Gate] = {}
-    for spec, name in zip(c.gates, gate_names(c), strict=True):
-        gate = method(GATES, spec, "gates").build(GateContext(name, c.seed, judge))
-        if not isinstance(gate, Gate):
-            raise ConfigError(
-                f"gates: {name_of(spec)} builds a {type(gate).__name__}, not a Gate; derive from "
-                "winnow.methods.gate.Gate, which has defaults for all but `rule`"
-            )
-        try:
-            check_rule(NamedRule(name, gate.rule()))
-        except RuleError as error:
-            raise ConfigError(f"gates: {error}") from None
-        if c.audit is not None:
-            audit = RuleAudit(name, c.audit.epsilon, c.audit.max_signal_loss, seed=c.seed)
-            gate = AuditedGate(gate, audit, judge)
-        gates[name] = gate
-    return gates
-
-
-def _filters(c: RunConfig, options: Sequence[Any]) -> list[Filter]:
-    if not options:
-        raise ConfigError("filter: the list is empty; name a filter, or leave filter out")
-    filters = [each.build(c.seed) if hasattr(each, "build") else each for each in options]
-    for each, filter_ in zip(options, filters, strict=True):
-        if not isinstance(filter_, Filter):
-            raise ConfigError(
-                f"filter: {type(each).__name__} makes a {type(filter_).__name__}, not a Filter; derive from "
-                "winnow.methods.filter.Filter, which has defaults for all but `admit`"
-            )
-    return filters
-
-
-def _all_of(c: RunConfig, filters: Sequence[Filter]) -> Filter:
-    specs = c.filter if isinstance(c.filter, list) else [c.filter]
-    names = [name_of(spec).rpartition(":")[2] for spec in specs]
-    with _errors_of("filter"):
-        return AllOf(list(zip(names, filters, strict=True)))
-
-
-def _audited(c: RunConfig, audit: AuditConfig, selector: Any, judge: GroupJudge) -> Selector:
-    if getattr(selector, "skips", True):
-        rule = RuleAudit(name_of(c.selector), audit.epsilon, audit.max_signal_loss, seed=c.seed)
-        return AuditedSelector(selector, rule, judge)
-    if not c.gates:
-        raise ConfigError(
-            f"audit: nothing to audit (selector: {name_of(c.selector)} skips nothing, no gates); remove audit, or "
-            "choose e.g. selector: greso"
-        )
-    return cast(Selector, selector)
 
 
 def build_sampler(context: SamplerContext) -> Sampler:
@@ -234,42 +55,6 @@ def build_sampler(context: SamplerContext) -> Sampler:
             "sampler that waits for a reward counts as stuck; raise it"
         )
     return options.build(context)
-
-
-def _same_keys(cls: type, c: RunConfig) -> dict[str, Any]:
-    """Return the fields of `cls` that are keys of the configuration."""
-    return {field.name: getattr(c, field.name) for field in fields(cls) if field.name in RunConfig.model_fields}
-
-
-def step_options(c: RunConfig) -> StepOptions:
-    own = {
-        "warmup_steps": c.warmup,
-        "kl_in_reward": c.beta if c.kl_in_reward else 0.0,
-        "ref_model_sync_steps": c.ref_model_sync_steps if c.sync_ref_model else None,
-        "unbiased": any(getattr(gate, "unbiased", False) for gate in method_options(c)["gates"]),
-    }
-    return StepOptions(**_same_keys(StepOptions, c) | own)
-
-
-def build_loss(c: RunConfig) -> LossConfig:
-    """Build the loss. Raises ConfigError on an unknown correction, or a ratio that is always 1 or is missing."""
-    own = {
-        "beta": 0.0 if c.kl_in_reward else c.beta,
-        "correction": method(CORRECTIONS, c.correction, "correction"),
-    }
-    loss = LossConfig(**_same_keys(LossConfig, c) | own)
-    clipping = c.changed(CLIPPING)
-    if loss.ratio_to_learner and c.num_iterations == 1 and clipping:
-        raise ConfigError(
-            f"{clipping} has no effect with correction: {name_of(c.correction)} and num_iterations: 1, as only the "
-            "change since the first iteration is clipped; remove it, or use correction: none, or more iterations"
-        )
-    if c.num_iterations > 1 and c.policy_loss == "plain" and not loss.correction.active:
-        raise ConfigError(
-            f"num_iterations: {c.num_iterations} trains on tokens of the policy before the first update, and "
-            "policy_loss: plain does not correct for it; set correction: truncate, or policy_loss: clip"
-        )
-    return loss
 
 
 def build_task(spec: MethodSpec | Task) -> Task:

@@ -39,7 +39,8 @@ from ..learner.rows import Row
 from ..types import Rollout
 from .auto_settings import settle
 from .budget import GIB, Budget, Shapes
-from .build import build_engine, build_learner, build_loss, build_policy, sampling_params
+from .build import build_engine, build_learner, build_policy, sampling_params
+from .build_methods import build_loss
 from .start import Start
 
 SIZES = {

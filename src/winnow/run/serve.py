@@ -27,7 +27,8 @@ from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.heartbeat import HEARTBEAT_S, busy
 from ..sampler.weights import fingerprints, read_weights
-from .build import build_engine, build_rewarder, build_task, rollout_options, rule_types
+from .build import build_engine, build_rewarder, build_task, rollout_options
+from .build_methods import rule_types
 from .start import Start
 
 PROCESS_NAME = "winnow-sampler"

@@ -37,7 +37,7 @@ from ..sampler.scheduling import AsyncPace, SyncPace
 from ..types import Group
 from . import checkpoint
 from .assembly import Assembly
-from .build import method_charts, step_options
+from .build_methods import method_charts, step_options
 from .callbacks import Callbacks
 from .hub import push_if_due
 from .interrupt import StopSignals

@@ -15,7 +15,8 @@ from ..rollout.evaluate import RollOut, evaluate, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
 from .auto_settings import settle
-from .build import Policy, build_policy, build_rewarder, build_success, build_task, rollout_options
+from .build import Policy, build_policy, build_rewarder, build_task, rollout_options
+from .build_methods import build_success
 from .start import Start
 
 

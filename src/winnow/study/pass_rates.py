@@ -36,7 +36,8 @@ from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_
 from ..methods.success import Success, require_decided
 from ..rollout.evaluate import RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
-from ..run.build import Policy, build_success, build_task, sampling_params
+from ..run.build import Policy, build_task, sampling_params
+from ..run.build_methods import build_success
 from ..run.standalone import model_config, opened
 from ..types import Prompt
 

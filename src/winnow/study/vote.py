@@ -18,7 +18,8 @@ from ..methods.gate import deepconf
 from ..methods.gate.arrol.head import FILE, HeadWeights, mean_logp
 from ..methods.success import Success, require_decided
 from ..rollout.evaluate import rank_weights, summarize, weighted_vote
-from ..run.build import build_success, build_task
+from ..run.build import build_task
+from ..run.build_methods import build_success
 from ..run.checkpoint import STATE
 from ..run.standalone import model_config, opened
 from ..types import Job, Prompt, Rollout, Visit
