@@ -4,7 +4,7 @@
 
 The policy is given a key and has to say it in every answer, behind more words than its context holds. The agent lets it
 write a note and goes on with the note alone, so the policy has to learn what to write down, and to read it. The model
-has two layers and starts with random weights; a minute or two on two cores.
+has two layers and starts with random weights; two to three minutes on two cores.
 """
 
 from __future__ import annotations
