@@ -30,9 +30,8 @@ def chat_tokenizer(template: str | None = CHATML, eos: str = SPECIAL[0]) -> Any:
     return tokenizer
 
 
-@pytest.fixture
-def chat_model(tmp_path: Path) -> Path:
-    """A directory with a Llama of one layer that nobody taught anything, and the tokenizer above."""
+def save_chat_model(path: Path, head_dim: int = 16) -> Path:
+    """Write a Llama of one layer that nobody taught anything, and the tokenizer above, to a directory."""
     tokenizer = chat_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -41,10 +40,16 @@ def chat_model(tmp_path: Path) -> Path:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=head_dim,
         max_position_embeddings=512,
         eos_token_id=0,
         pad_token_id=0,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    return save_chat_model(tmp_path / "model")

@@ -12,58 +12,14 @@ import pytest
 
 from winnow import Trainer
 
+from ..builders.agents import agent_config
 from ..builders.runs import assert_clean, fingerprint
 from ..builders.tokenizers import chat_model  # noqa: F401
-
-AGENT = '''
-"""Asks twice, with its history or a compacted one; the reward varies within almost every group."""
-
-import json
-import re
-import sqlite3
-import urllib.request
-
-
-def ask(base_url, messages):
-    body = json.dumps({"messages": messages}).encode()
-    with urllib.request.urlopen(f"{base_url}/chat/completions", body, timeout=60) as reply:
-        choice = json.load(reply)["choices"][0]
-    return choice["message"], choice["finish_reason"]
-
-
-def solve(prompt, base_url):
-    messages = [{"role": "user", "content": prompt}]
-    first, why = ask(base_url, messages)
-    assert why in ("stop", "length")
-    if len(first["content"]) % 2:
-        messages = [{"role": "user", "content": "It was: " + first["content"]}]
-    else:
-        messages.append(first)
-    second, _ = ask(base_url, [*messages, {"role": "user", "content": "Sure?"}])
-    return len(first["content"] + second["content"]) % 2
-'''
 
 
 @pytest.fixture
 def config(chat_model: Path, tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "agent.py").write_text(AGENT)
-    rows = [json.dumps({"prompt": f"What is {n} and {n}?"}) for n in range(12)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    env = {"name": "agent", "path": str(tmp_path / "rows.jsonl"), "agent": f"{tmp_path}/agent.py:solve", "test_size": 3}
-    return {
-        "model": str(chat_model),
-        "env": env | {"max_turns": 3, "max_turn_length": 8},
-        "output_dir": str(tmp_path / "run"),
-        "threads": 1,
-        "max_steps": 4,
-        "prompts_per_step": 3,
-        "num_generations": 4,
-        "max_prompt_length": 128,
-        "max_completion_length": 96,
-        "learning_rate": 1e-3,
-        "save_steps": 1,
-        "eval_steps": 2,
-    }
+    return agent_config(chat_model, tmp_path)
 
 
 def test_it_trains_and_a_resume_goes_on_exactly(config: dict[str, Any], tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ class Sums(vf.Taskset[SumTask, SumsConfig]):
 class TwiceConfig(vf.HarnessConfig):
     question: str = "Sure?"
     fail: bool = False
+    forget: bool = False
+    """Whether the second request leaves out the first answer, so that the trace branches."""
 
 
 class Twice(vf.Harness[TwiceConfig]):
@@ -56,6 +58,9 @@ class Twice(vf.Harness[TwiceConfig]):
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             for _ in range(2):
                 reply = await client.chat.completions.create(model=ctx.model, messages=messages)
+                if self.config.forget:
+                    messages = [*messages[:2], {"role": "user", "content": self.config.question}]
+                    continue
                 messages.append({"role": "assistant", "content": reply.choices[0].message.content})
                 messages.append({"role": "user", "content": self.config.question})
         return vf.ProgramResult(0, "", "")

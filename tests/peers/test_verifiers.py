@@ -71,6 +71,20 @@ def test_it_trains_on_what_their_traces_saw_and_resumes_exactly(config: dict[str
     assert fingerprint(other) == fingerprint(run)
 
 
+def test_a_trace_that_branches_has_a_segment_for_each(config: dict[str, Any], tmp_path: Path) -> None:
+    """And the reward is that of all that was said."""
+    config |= {"env": environment(test_size=2, max_turn_length=8, harness={"forget": True}), "log_completions": 50}
+    Trainer(config=config).train()
+    run = Path(config["output_dir"])
+    assert_clean(run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {row["segments/mean"] for row in rows if "segments/mean" in row} == {2.0}
+    other = tmp_path / "other"
+    Trainer(config=config | {"output_dir": str(other), "max_steps": 2}).train()
+    Trainer.resume(other, {"max_steps": 4}).train()
+    assert fingerprint(other) == fingerprint(run)
+
+
 def test_an_episode_that_fails_is_no_reward_of_0(config: dict[str, Any]) -> None:
     broken = environment(harness={"fail": True})
     with pytest.raises(RunStoppedError, match=r"the episode failed: .*the program is broken"):
