@@ -28,6 +28,7 @@ from harness import ROOT, write_json
 
 FAMILIES = {
     "selection": "GRESO, Active-RLOO and both together on Countdown",
+    "thrifty": "what is saved on a tuned DAPO, each arm at its best of three learning rates",
     "gate": "the mid-trajectory gate in small ALFWorld rooms",
     "arrol": "ARRoL on short and on long answers",
     "async": "what each method makes of a lag of twelve steps",

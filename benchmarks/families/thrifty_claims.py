@@ -1,0 +1,117 @@
+"""Each arm at three learning rates, on 4,096 Countdown puzzles: what a tuned DAPO needs, and what is saved on it.
+
+Rates are chosen on `TUNING`, a seed that is not reported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import tables as t
+from families.base import Arm, Family, Said, Start
+from runs import Run
+from tables import SEEDS, Column, Figures, Summary
+
+TUNING = 9
+START = Start("countdown-uniform", {"max_steps": 270})
+RATES = (1, 2, 4)
+"""In units of 1e-4."""
+RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dapo-fixed": ("countdown-dapo", ("rollout_batch.name=fixed", "rollout_batch.surplus=discard")),
+    "dapo": ("countdown-dapo", ()),
+    "greso": ("countdown-greso", ()),
+    "greso-4-updates": ("countdown-greso", ("num_iterations=4", "policy_loss=clip", "step_scale=ess")),
+}
+BASE = "dapo-fixed"
+
+
+def name_of(arm: str, rate: int) -> str:
+    return f"{arm}-lr{rate}"
+
+
+def summary(run: Run) -> Summary:
+    passed = [p.passed for p in run.data.curve]
+    return {
+        "seed": run.seed,
+        "pass@1": passed[-1],
+        "best": max(passed),
+        "mean_pass@1": float(np.mean(passed[1:])),
+        "tokens": run.data.tokens,
+        "deployed": run.deployed,
+        "curve": run.curve,
+    }
+
+
+def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
+    new = {arm: [summary(run) for run in found] for arm, found in runs.items()}
+    return said | {"runs": t.merged(said.get("runs", {}), new, list(FAMILY.by_name()))}
+
+
+def best_rates(runs: Figures, seed: int = TUNING) -> dict[str, int]:
+    """The rate of each arm with the highest held-out pass@1 at the tokens of its cheapest run, by the tuning seed."""
+    chosen = {}
+    for arm in RECIPES:
+        curves = {}
+        for rate in RATES:
+            for run in runs.get(name_of(arm, rate), []):
+                if run["seed"] == seed:
+                    curves[rate] = run["curve"]
+        if curves:
+            tokens = min(curve[-1][1] for curve in curves.values())
+            chosen[arm] = max(curves, key=lambda rate: at_tokens(curves[rate], tokens))
+    return chosen
+
+
+def at_tokens(curve: list[list[float]], tokens: float) -> float:
+    """Held-out pass@1 after so many tokens, between evaluations by a straight line."""
+    return float(np.interp(tokens, [point[1] for point in curve], [point[3] for point in curve]))
+
+
+def to_final(runs: Figures, head: str, part: float) -> Column:
+    """Tokens to a part of the tuned base's final pass@1, over the base's; of the same seed."""
+
+    def cell(found: list[Summary], _: list[Summary]) -> str:
+        base = {run["seed"]: run for run in runs.get(name_of(BASE, best_rates(runs).get(BASE, 1)), [])}
+        pairs, n = [], 0
+        for run in found:
+            if run["seed"] in base:
+                n += 1
+                other = base[run["seed"]]["curve"]
+                costs = [t.cost_to(curve, part * other[-1][3], "tokens") for curve in (run["curve"], other)]
+                if costs[0] and costs[1]:
+                    pairs.append((costs[0], costs[1]))
+        missed = "" if len(pairs) == n else f"; {n - len(pairs)} of {n} did not get there"
+        return t.text(t.paired_estimate(pairs, True), t.TWO) + missed
+
+    return Column(head, cell)
+
+
+def tables(said: Said) -> dict[str, str]:
+    runs: Figures = said["runs"]
+    rates = best_rates(runs)
+    tuning = {arm: [run for run in found if run["seed"] == TUNING] for arm, found in runs.items()}
+    tuned = {
+        name_of(arm, rate): [run for run in runs.get(name_of(arm, rate), []) if run["seed"] != TUNING]
+        for arm, rate in rates.items()
+    }
+    columns = [SEEDS, t.mean("final pass@1", "pass@1"), t.mean("best", "best"), t.mean("tokens", "tokens")]
+    to = [to_final(runs, "tokens to DAPO's final pass@1", 1.0), to_final(runs, "to 95% of it", 0.95)]
+    return {
+        "rates": t.table_of({arm: found for arm, found in tuning.items() if found}, [*columns, *to]),
+        "thrifty": t.table_of({arm: found for arm, found in tuned.items() if found}, [*columns, *to]),
+    }
+
+
+FAMILY = Family(
+    work="thrifty",
+    arms=tuple(
+        Arm(name_of(arm, rate), recipe, (*changes, "env.train_size=4096", f"learning_rate={rate}e-4"), START)
+        for arm, (recipe, changes) in RECIPES.items()
+        for rate in RATES
+    ),
+    collect=collect,
+    tables=tables,
+    may_stop=True,
+    jobs=1,
+)
