@@ -22,6 +22,7 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "dapo": ("countdown-dapo", ()),
     "greso": ("countdown-greso", ()),
     "greso-4-updates": ("countdown-greso", ("num_iterations=4", "policy_loss=clip", "step_scale=ess")),
+    "greso-reuse-4": ("countdown-greso", ("reuse={updates: 4}", "step_scale=ess", "max_steps=800")),
 }
 BASE = "dapo-fixed"
 

@@ -64,6 +64,8 @@ class LoopState(CollectorState):
 
     step: Count
     step_scale: dict[str, Any]
+    reuse: list[dict[str, Any]] | None = None
+    """Absent without `reuse`."""
 
 
 _GROUPS: TypeAdapter[list[Group]] = TypeAdapter(list[Group], config=STRICT)
@@ -107,8 +109,12 @@ class Collector:
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
-    def collect(self, step: int) -> Batch:
-        """Return the batch for the optimizer step from version `step`; empty when no progress is possible."""
+    def collect(self, step: int, reused: int = 0) -> Batch:
+        """Return the batch for the optimizer step from version `step`; empty when no progress is possible.
+
+        `reused`: groups that take the place of fresh ones.
+        """
+        self.buffer.wanted = self.buffer.prompts_per_step - reused
         self.tally = Tally(self.judge)
         with self.tally.phase("generate"):
             batch = self._collect(step)

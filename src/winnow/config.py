@@ -32,6 +32,7 @@ from .base.schedule import OWN, Schedule, check_schedule
 from .base.sections import OF_ADAPTER as OF_ADAPTER
 from .base.sections import AuditConfig as AuditConfig
 from .base.sections import LoraConfig as LoraConfig
+from .base.sections import ReuseConfig as ReuseConfig
 from .base.sections import SaveDtype as SaveDtype
 from .base.sections import SuccessConfig as SuccessConfig
 from .base.sections import success_section
@@ -99,6 +100,7 @@ class RunConfig(BaseModel):
     num_generations: int = Field(8, ge=2)
     max_lag: int = Field(0, ge=0)
     num_iterations: int = Field(1, ge=1)
+    reuse: ReuseConfig | None = None
 
     # generation
     max_prompt_length: int = Field(512, ge=1)

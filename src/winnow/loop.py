@@ -19,6 +19,7 @@ from .learner.base import Learner
 from .learner.step import OptimizerStep
 from .methods.gate.audit import rules_of
 from .record.stop_conditions import RunStoppedError, memory_errors
+from .reuse import Reuse
 from .rollout.evaluate import Evaluation
 from .sampler import Sampler, SamplersLostError
 from .types import Group
@@ -51,6 +52,7 @@ class Loop:
     learner: Learner
     optimizer_step: OptimizerStep
     hooks: Hooks
+    reuse: Reuse | None = None
     step: int = 0
     """Updates published so far, which is also the policy version."""
 
@@ -75,18 +77,21 @@ class Loop:
     def one_step(self) -> None:
         """Collect a batch, update, publish, evaluate, record."""
         self.hooks.begin(self.step)
-        batch = self.collector.collect(self.step)
+        again = [] if self.reuse is None else self.reuse.for_step(self.step)
+        batch = self.collector.collect(self.step, len(again))
         if not batch.groups and self.collector.stop is not None:
             return  # nothing to train on: this is not a step
         with self.collector.tally.phase("update"):
             self.sampler.make_room()
-            update = self.optimizer_step(batch.groups, self.step)
-        self._complete(batch, update)
+            update = self.optimizer_step([*batch.groups, *again], self.step)
+        self._complete(batch, again, update)
 
-    def _complete(self, batch: Batch, update: dict[str, float]) -> None:
+    def _complete(self, batch: Batch, again: list[Group], update: dict[str, float]) -> None:
         collector, tally = self.collector, self.collector.tally
         with tally.phase("publish"):
             collector.trained(self.step, batch.groups, update)
+            if self.reuse is not None:
+                update |= self.reuse.trained(batch.groups, again)
         self.step += 1
         evaluation = None
         try:
@@ -101,7 +106,7 @@ class Loop:
             self._stop(error)
         evaluated = {} if evaluation is None else {f"eval/{name}": x for name, x in evaluation.metrics.items()}
         elsewhere = update | self.sampler.metrics() | self.learner.metrics() | evaluated
-        metrics = collector.end_step(self.step - 1, batch.groups, elsewhere)
+        metrics = collector.end_step(self.step - 1, [*batch.groups, *again], elsewhere)
         self.hooks.record(self.step, metrics, batch.finished)
         for message in collector.warnings(batch.finished):
             self.hooks.warn(self.step, message)
@@ -125,7 +130,9 @@ class Loop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint state other than weights, optimizer and ledger."""
-        return {"step": self.step, "step_scale": self.optimizer_step.scale.state_dict()} | self.collector.state_dict()
+        reuse = None if self.reuse is None else self.reuse.state_dict()
+        own = {"step": self.step, "step_scale": self.optimizer_step.scale.state_dict(), "reuse": reuse}
+        return own | self.collector.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Raises ValueError on one that this configuration cannot have."""
@@ -134,6 +141,9 @@ class Loop:
         self.collector.load_state_dict(saved)
         with at("step_scale"):
             self.optimizer_step.scale.load_state_dict(saved.step_scale)
+        if self.reuse is not None and saved.reuse is not None:
+            with at("reuse"):
+                self.reuse.load_state_dict(saved.reuse, self.collector.prompts)
 
     def _stop(self, error: Exception) -> None:
         self.collector.stop = RunStoppedError(f"step {self.step}: {error}")

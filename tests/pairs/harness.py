@@ -146,8 +146,8 @@ def _examine_counts(db: sqlite3.Connection, steps: Sequence[Mapping[str, float]]
         return db.execute(query, parameters).fetchone()[0]
 
     for row in steps:
-        groups = row["groups/effective"]
-        assert groups <= config["prompts_per_step"], row
+        assert row["groups/effective"] <= config["prompts_per_step"], row
+        groups = row["groups/effective"] - row.get("reuse/groups", 0)
         trained = one(
             "SELECT COUNT(DISTINCT visit) FROM rollouts WHERE void = 0 AND fate = 'trained' AND step = ?",
             row["step"] - 1,

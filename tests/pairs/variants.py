@@ -84,6 +84,7 @@ NEEDS: dict[str, Settings] = {
     "importance_sampling_level": {"num_iterations": 2},
     "kl_estimator": {"beta": 0.05},
     "kl_in_reward": {"beta": 0.05},
+    "reuse": {"correction": "truncate"},
 }
 """By the beginning of a variant's name (the longest that fits): what it cannot be without."""
 
@@ -94,6 +95,8 @@ SWITCHES: list[Settings] = [
     {"max_lag": 1},
     {"max_lag": 2},
     {"num_iterations": 2},
+    {"reuse": {"updates": 2}},
+    {"reuse": {"updates": 3, "max_age": 1, "min_ess": 0.9}},
     {"temperature": 0.7},
     {"top_p": 0.8},
     {"top_k": 10},

@@ -25,11 +25,15 @@ def finished(visit: Visit, versions: list[int]) -> Group:
 class World:
     """A learner, and a sampler that takes random times to finish groups and to hear of new weights."""
 
-    def __init__(self, seed: int, prompts_per_step: int, max_lag: int, drop: float, refill: bool) -> None:
+    def __init__(
+        self, seed: int, prompts_per_step: int, max_lag: int, drop: float, refill: bool, fewest: int | None = None
+    ) -> None:
+        """`fewest`: the smallest batch, where their sizes vary; the largest is `prompts_per_step`."""
         self.refill = refill
         self.trained = self.dropped = 0
         self.random = random.Random(seed)
         self.buffer = Buffer(prompts_per_step, max_lag, carry=True)
+        self.buffer.fewest = prompts_per_step if fewest is None else fewest
         self.drop = drop
         self.step = self.sampler = self.acknowledged = self.visits = 0
         self.flying: list[Group] = []
@@ -65,10 +69,11 @@ class World:
         batch, stale, surplus = self.buffer.take(self.step)
         assert not stale
         assert not surplus
-        assert len(batch) == self.buffer.prompts_per_step or not self.refill
+        assert len(batch) == self.buffer.wanted or not self.refill
         self.trained += len(batch)
         self.lags += [self.step - oldest(group, self.step) for group in batch]
         self.step += 1
+        self.buffer.wanted = self.random.randint(self.buffer.fewest, self.buffer.prompts_per_step)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 5])
@@ -87,6 +92,18 @@ def test_no_group_over_the_bound_is_ever_trained_and_none_is_lost(max_lag: int, 
             assert places == world.step * world.buffer.prompts_per_step
         reached |= set(world.lags)
     assert reached == set(range(max_lag + 1)), "the bound is used in full"
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize(("drop", "refill"), [(0.3, True), (0.3, False)])
+def test_the_bound_holds_for_batches_whose_other_groups_are_reused(max_lag: int, drop: float, refill: bool) -> None:
+    for seed in range(8):
+        world = World(seed, prompts_per_step=6, max_lag=max_lag, drop=drop, refill=refill, fewest=1 + seed % 3)
+        for _ in range(3_000):
+            world.turn()
+        assert world.step > 20, "it must go on"
+        assert max(world.lags) <= max_lag
+        assert world.trained + world.dropped + len(world.buffer.groups) + len(world.flying) == world.visits
 
 
 def test_without_the_wait_for_stragglers_the_bound_would_break() -> None:

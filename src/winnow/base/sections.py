@@ -49,6 +49,15 @@ class AuditConfig(BaseModel):
     max_signal_loss: float | None = Field(None, gt=0, lt=1)
 
 
+class ReuseConfig(BaseModel):
+    """Several updates on a group, in later steps; leave `reuse` out to train on every group once."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    updates: int = Field(4, ge=2)
+    max_age: int = Field(16, ge=1)
+    min_ess: float = Field(0.5, ge=0, le=1)
+
+
 class SuccessConfig(BaseModel):
     """Definition of a right answer: a reward of at least `at_least`, of one function or of the weighted sum of all."""
 

@@ -27,6 +27,7 @@ from ..record.progress import Display
 from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, read_metrics
 from ..record.stop_conditions import Limits, RunStoppedError, TaskSolvedError
 from ..record.watchdogs import Watchdogs, first_gap
+from ..reuse import Reuse
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.profile import Profiler
 from ..sampler import SamplersLostError, sampler_options
@@ -164,7 +165,11 @@ class Session:
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
             warn=self._warn,
         )
-        return Loop(collector, built.sampler, built.learner, step, hooks)
+        reuse = None
+        if c.reuse is not None:
+            reuse = Reuse(c.reuse, c.prompts_per_step, built.learner, m.judge)
+            buffer.fewest = reuse.fewest_fresh
+        return Loop(collector, built.sampler, built.learner, step, hooks, reuse)
 
     def _start_sampler(self) -> None:
         """Publish the first weights and rules. Samplers with their own engines are compared with the learner here."""

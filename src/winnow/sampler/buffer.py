@@ -26,6 +26,10 @@ class InFlight(NamedTuple):
 class Buffer:
     def __init__(self, prompts_per_step: int, max_lag: int, *, carry: bool = False) -> None:
         self.prompts_per_step = prompts_per_step
+        self.wanted = prompts_per_step
+        """Groups of the next batch; the rest of it is reused."""
+        self.fewest = prompts_per_step
+        """Groups that every later batch wants at least."""
         self.max_lag = max_lag
         self.carry = carry
         self.groups: list[Group] = []
@@ -42,7 +46,7 @@ class Buffer:
     @property
     def missing(self) -> int:
         """Groups the next batch still needs."""
-        return max(0, self.prompts_per_step - self.spent - len(self.groups))
+        return max(0, self.wanted - self.spent - len(self.groups))
 
     @property
     def in_flight(self) -> list[InFlight]:
@@ -69,7 +73,8 @@ class Buffer:
 
         The last of them is trained after all outstanding groups, a batch per step.
         """
-        return self.prompts_per_step * (self.max_lag + 1 - (version - sampler_version)) - self.outstanding
+        later = self.max_lag - (version - sampler_version)
+        return self.wanted + self.fewest * later - self.outstanding if later >= 0 else 0
 
     def ready(self, version: int) -> bool:
         """Whether the batch is full and all leftover groups could still be trained in time, a batch per step."""
@@ -78,7 +83,7 @@ class Buffer:
         waiting: Counter[int] = Counter()
         for oldest, count in self._ages.items():
             waiting[version if oldest is None else oldest] += count
-        left, places = Counter(self._flying), self.prompts_per_step
+        left, places = Counter(self._flying), self.wanted
         for age in sorted(waiting):
             taken = min(waiting[age], places)
             places -= taken
@@ -86,7 +91,7 @@ class Buffer:
         last = -1
         for age in sorted(+left):
             last += left[age]
-            if age + self.max_lag <= version + last // self.prompts_per_step:
+            if age + self.max_lag <= version + last // self.fewest:
                 return False
         return True
 
@@ -111,8 +116,8 @@ class Buffer:
         """Return the batch for the optimizer step from `version` in visit order, stale groups, and the surplus."""
         stale = self.expire(version)
         waiting = self._ordered(version)
-        batch, left = waiting[: self.prompts_per_step], waiting[self.prompts_per_step :]
-        self.spent = max(0, self.spent - (self.prompts_per_step - len(batch))) if self.carry else 0
+        batch, left = waiting[: self.wanted], waiting[self.wanted :]
+        self.spent = max(0, self.spent - (self.wanted - len(batch))) if self.carry else 0
         self._keep(left if self.carry else [])
         return sorted(batch, key=lambda g: g.visit.number), stale, [] if self.carry else left
 

@@ -53,8 +53,9 @@ class AsyncPace:
         self._buffer, self._sampler = buffer, sampler
 
     def room(self, step: int, steps_left: int, zero_share: float | None) -> int:
-        left = steps_left * self._buffer.prompts_per_step - self._buffer.outstanding
-        return min(self._buffer.room(step, self._sampler.version), left)
+        buffer = self._buffer
+        left = buffer.wanted + (steps_left - 1) * buffer.fewest - buffer.outstanding
+        return min(buffer.room(step, self._sampler.version), left)
 
     def ready(self, step: int) -> bool:
         return self._buffer.ready(step)

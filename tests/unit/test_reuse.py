@@ -1,0 +1,121 @@
+"""Groups that are trained several times: how often, how old, until when, and after a resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from winnow import Trainer
+from winnow.config import ConfigError
+from winnow.learner.base import Learner
+from winnow.reuse import Reuse, ess_of
+
+from .. import parity
+from ..builders.runs import assert_clean, fingerprint
+
+Metrics = list[dict[str, float]]
+
+
+REWARD = f"{parity.__file__}:parity_reward"
+
+
+@pytest.fixture
+def train(tiny_config: dict[str, Any], tmp_path: Path) -> Callable[..., Metrics]:
+    more = {"correction": "truncate", "filter": "zero_variance", "eval_steps": None, "max_steps": 8}
+
+    def run(name: str = "run", **changes: Any) -> Metrics:
+        folder = tmp_path / name
+        values = tiny_config | more | changes | {"output_dir": str(folder)}
+        Trainer(config=values | {"reward_funcs": [REWARD]}).train()
+        assert_clean(folder)
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def test_each_group_is_used_so_often_and_the_batch_keeps_its_size(train: Callable[..., Metrics]) -> None:
+    """At a learning rate of 0 the policy stays what it was, so that no group leaves early."""
+    rows = train(reuse={"updates": 4}, learning_rate=0.0)
+    assert [row["groups/effective"] for row in rows] == [4.0] * 8
+    assert [row["reuse/groups"] for row in rows] == [0.0] + [3.0] * 7
+    shares = [value for row in rows for key, value in row.items() if key.startswith("reuse/ess/")]
+    assert np.allclose(shares, 1.0, atol=1e-4)
+    assert {key for row in rows for key in row if key.startswith("reuse/ess/")} == {
+        f"reuse/ess/use_{n}" for n in (2, 3, 4)
+    }
+    plain = train("plain")
+    assert rows[-1]["num_tokens"] < 0.6 * plain[-1]["num_tokens"]
+
+
+def test_who_the_policy_has_left_behind_leaves(train: Callable[..., Metrics]) -> None:
+    rows = train(reuse={"updates": 4, "min_ess": 1.0}, learning_rate=1e-2)
+    assert sum(row["reuse/left_by_ess"] for row in rows) >= 20
+    assert all(row["reuse/groups"] <= 1 for row in rows)
+
+
+def test_who_is_too_old_leaves(train: Callable[..., Metrics]) -> None:
+    rows = train(reuse={"updates": 4, "max_age": 1}, learning_rate=0.0)
+    assert sum(row["reuse/left_by_age"] for row in rows) > 0
+    assert max(row["lag/max"] for row in rows) == 1
+
+
+LAGGED = {"max_lag": 2, "rollout_batch": "adaptive"}
+
+
+@pytest.mark.parametrize("more", [{}, LAGGED, {"num_iterations": 2, "step_scale": "ess"}], ids=str)
+def test_a_resume_goes_on_exactly(train: Callable[..., Metrics], tmp_path: Path, more: dict[str, Any]) -> None:
+    given = {"reuse": {"updates": 3}, "max_steps": 6, "save_steps": 1} | more
+    train("whole", **given)
+    train("parts", **(given | {"max_steps": 3}))
+    Trainer.resume(tmp_path / "parts", {"max_steps": 6}).train()
+    assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "whole")
+
+
+def test_with_samplers_in_other_processes(train: Callable[..., Metrics]) -> None:
+    """They make fewer groups; the audit proves that no fresh one was over the lag bound."""
+    rows = train(reuse={"updates": 2}, sync={"name": "processes", "samplers": 1}, max_lag=2)
+    assert sum(row["reuse/groups"] for row in rows) > 0
+    assert all(row["groups/effective"] == 4 for row in rows)
+
+
+def test_the_effective_sample_size_of_a_group(tiny_config: dict[str, Any]) -> None:
+    """(sum w)^2 / (n sum w^2) over its rollouts, w the ratio of all their tokens."""
+    values = (
+        tiny_config
+        | {"reward_funcs": [REWARD]}
+        | {"correction": "truncate", "reuse": {"updates": 4}, "max_steps": 3, "eval_steps": None}
+    )
+    trainer = Trainer(config=values)
+    trainer.train()
+    reuse = trainer._session.loop.reuse  # type: ignore[union-attr]
+    assert isinstance(reuse, Reuse)
+    groups = [used.group for used in reuse.groups]
+    assert len(groups) > 2
+    expected = [_ess(group, trainer.learner) for group in groups]
+    assert ess_of(groups, trainer.learner) == pytest.approx(expected)
+    assert min(expected) < 0.999
+    assert ess_of([], trainer.learner) == []
+
+
+def _ess(group: Any, learner: Learner) -> float:
+    w = []
+    for rollout in group.rollouts:
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids.tolist()]])
+        with torch.no_grad():
+            logits = learner.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]  # type: ignore[attr-defined]
+        logp = logits.log_softmax(-1).gather(1, ids[0, len(rollout.prompt_ids) :, None])[:, 0]
+        w.append(float((logp.double() - torch.from_numpy(rollout.sampler_logp).double()).sum().exp()))
+    return sum(w) ** 2 / (len(w) * sum(x * x for x in w))
+
+
+def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"reuse: .* set correction: truncate"):
+        Trainer(config=tiny_config | {"reuse": {"updates": 2}})
+    with pytest.raises(ConfigError, match=r"reuse.updates: .*greater than or equal to 2"):
+        Trainer(config=tiny_config | {"reuse": {"updates": 1}, "correction": "truncate"})
