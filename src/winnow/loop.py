@@ -77,7 +77,7 @@ class Loop:
     def one_step(self) -> None:
         """Collect a batch, update, publish, evaluate, record."""
         self.hooks.begin(self.step)
-        again = [] if self.reuse is None else self.reuse.for_step(self.step)
+        again = self._again()
         batch = self.collector.collect(self.step, len(again))
         if not batch.groups and self.collector.stop is not None:
             return  # nothing to train on: this is not a step
@@ -85,6 +85,16 @@ class Loop:
             self.sampler.make_room()
             update = self.optimizer_step([*batch.groups, *again], self.step)
         self._complete(batch, again, update)
+
+    def _again(self) -> list[Group]:
+        """Return the groups that were trained before and join this update; book the rollouts of their audit."""
+        if self.reuse is None:
+            return []
+        again = self.reuse.for_step(self.step)
+        if audited := self.reuse.audited:
+            tokens, seconds = sum(int(r.action_mask.sum()) for r in audited), sum(r.seconds for r in audited)
+            self.collector.ledger.evaluation(self.step, len(audited), tokens, seconds)
+        return again
 
     def _complete(self, batch: Batch, again: list[Group], update: dict[str, float]) -> None:
         collector, tally = self.collector, self.collector.tally

@@ -4,11 +4,14 @@ several times.
 A group leaves after `updates` updates, when it is older than `max_age` policy versions, or when the effective sample
 size of its own rollouts falls under `min_ess`: then the policy has moved away from the one that sampled it. The batch
 keeps its size. `num_iterations` is the same within one step, without the check.
+
+The policy has seen the tokens of a reused group, so that their importance ratios no longer are those of a fresh draw.
+An audit rolls out the prompts of some groups once more and compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -17,6 +20,7 @@ import numpy as np
 import torch
 from pydantic import PositiveInt
 
+from .base.noise import noise_key
 from .base.sections import ReuseConfig
 from .base.state import State
 from .learner.base import Learner
@@ -25,7 +29,10 @@ from .learner.rows import rows_of_rollout
 from .methods.group_kind import GroupJudge
 from .sampler.buffer import oldest_version
 from .sampler.codec import Prompts, group_from, group_state
-from .types import Group, Purpose
+from .types import Group, Job, Purpose, Rollout, Visit
+
+REUSE_STREAM = 9
+RollOut = Callable[[Sequence[Job]], list[Group]]
 
 
 class UsedState(State):
@@ -39,6 +46,10 @@ class Used:
     uses: int
     """Updates that it was part of."""
 
+    def age(self, version: int) -> int:
+        oldest = oldest_version(self.group)
+        return 0 if oldest is None else version - oldest
+
 
 @dataclass
 class Reuse:
@@ -46,11 +57,16 @@ class Reuse:
 
     config: ReuseConfig
     prompts_per_step: int
+    seed: int
     learner: Learner
     judge: GroupJudge
+    roll_out: RollOut
+    """Runs jobs under the current policy."""
     groups: list[Used] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the step."""
+    audited: list[Rollout] = field(default_factory=list)
+    """Rollouts that the audit of the step took."""
 
     @property
     def fewest_fresh(self) -> int:
@@ -58,23 +74,50 @@ class Reuse:
         return -(-self.prompts_per_step // self.config.updates)
 
     def for_step(self, version: int) -> list[Group]:
-        """Return the groups that join the update from policy `version`; those that may no longer leave. One forward
-        pass over all."""
-        young = [used for used in self.groups if version - _version(used.group, version) <= self.config.max_age]
-        ess = ess_of([used.group for used in young], self.learner)
-        near = [used for used, share in zip(young, ess, strict=True) if share >= self.config.min_ess]
+        """Return the groups that join the update from policy `version`; those that may no longer leave.
+
+        One forward pass over all that wait.
+        """
+        young = [used for used in self.groups if used.age(version) <= self.config.max_age]
+        log_w = log_ratios([used.group for used in young], self.learner)
+        ess = [_ess(log_w_G) for log_w_G in log_w]
+        stays = [share >= self.config.min_ess for share in ess]
         self.metrics = {
             "reuse/left_by_age": float(len(self.groups) - len(young)),
-            "reuse/left_by_ess": float(len(young) - len(near)),
+            "reuse/left_by_ess": float(stays.count(False)),
         }
         for uses in sorted({used.uses for used in young}):
             shares = [share for used, share in zip(young, ess, strict=True) if used.uses == uses]
             self.metrics[f"reuse/ess/use_{uses + 1}"] = float(np.mean(shares))
-        self.groups = near
+        near = [(used, log_w_G) for used, log_w_G, stay in zip(young, log_w, stays, strict=True) if stay]
+        self.groups = [used for used, _ in near]
         # The least used first, or the same groups would be trained several times in a row.
-        joining = sorted(near, key=lambda used: used.uses)[: self.prompts_per_step - self.fewest_fresh]
-        self.metrics |= _figures(joining, version)
-        return [used.group for used in joining]
+        near.sort(key=lambda each: each[0].uses)
+        joining = near[: self.prompts_per_step - self.fewest_fresh]
+        self.metrics |= _figures([used for used, _ in joining], version)
+        self._audit([(used.group, log_w_G) for used, log_w_G in joining], version)
+        return [used.group for used, _ in joining]
+
+    def _audit(self, joining: Sequence[tuple[Group, np.ndarray]], version: int) -> None:
+        """Roll out a share of the prompts once more; compare the mean reward with that by importance ratios."""
+        self.audited = []
+        drawn = (
+            np.random.default_rng(noise_key(self.seed, REUSE_STREAM, version)).random(len(joining)) < self.config.audit
+        )
+        chosen = [each for each, audit in zip(joining, drawn, strict=True) if audit]
+        if not chosen:
+            return
+        visits = [Visit(number, version, group.visit.prompt) for number, (group, _) in enumerate(chosen)]
+        sizes = [len(_rewarded(group)) for group, _ in chosen]
+        fresh = self.roll_out([Job(visit, size, "profile") for visit, size in zip(visits, sizes, strict=True)])
+        self.audited = [rollout for group in fresh for rollout in group.rollouts]
+        gaps = []
+        for (group, log_w_G), again in zip(chosen, fresh, strict=True):
+            if rewards := _rewarded(again):
+                estimate = np.mean(np.exp(log_w_G) * [r.reward for r in _rewarded(group)])
+                gaps.append(float(estimate - np.mean([r.reward for r in rewards])))
+        if gaps:
+            self.metrics |= {"reuse/audit/groups": float(len(gaps)), "reuse/audit/bias": float(np.mean(gaps))}
 
     def trained(self, fresh: Sequence[Group], again: Sequence[Group]) -> dict[str, float]:
         """Count an update on new groups and on those that joined it; return the metrics of the step."""
@@ -96,22 +139,22 @@ class Reuse:
         self.groups = [Used(group_from(each.group, prompts), each.uses) for each in saved]
 
 
-def ess_of(groups: Sequence[Group], learner: Learner) -> list[float]:
-    """Return, for each group, the effective sample size of its rollouts under the current policy over their number."""
-    rollouts = [[r for r in group.siblings if r.reward is not None] for group in groups]
+def log_ratios(groups: Sequence[Group], learner: Learner) -> list[np.ndarray]:
+    """Return log(current policy / sampler) of each rewarded rollout, float64, an array a group."""
+    rollouts = [_rewarded(group) for group in groups]
     every = list(chain.from_iterable(rollouts))
     rows = [row for number, rollout in enumerate(every) for row in rows_of_rollout(rollout, number=number)]
-    log_w = iter(log_weights(rows, learner).tolist()) if rows else iter(())
-    return [_ess([next(log_w) for _ in of_group]) for of_group in rollouts]
+    log_w_B = log_weights(rows, learner).numpy() if rows else np.zeros(0)
+    return np.split(log_w_B, np.cumsum([len(of_group) for of_group in rollouts]))[: len(groups)]
 
 
-def _ess(log_w: list[float]) -> float:
-    return ess_ratio(torch.tensor(log_w, dtype=torch.float64)) if max(log_w, default=-np.inf) > -np.inf else 0.0
+def _rewarded(group: Group) -> list[Rollout]:
+    return [rollout for rollout in group.siblings if rollout.reward is not None]
 
 
-def _version(group: Group, version: int) -> int:
-    oldest = oldest_version(group)
-    return version if oldest is None else oldest
+def _ess(log_w_G: np.ndarray) -> float:
+    """Return the effective sample size of a group's rollouts over their number."""
+    return ess_ratio(torch.from_numpy(log_w_G)) if (log_w_G > -np.inf).any() else 0.0
 
 
 def _figures(joining: Sequence[Used], version: int) -> dict[str, float]:
@@ -120,5 +163,5 @@ def _figures(joining: Sequence[Used], version: int) -> dict[str, float]:
     found["reuse/tokens"] = float(sum(int(rollout.action_mask.sum()) for rollout in rollouts))
     if joining:
         found["reuse/uses_mean"] = float(np.mean([used.uses for used in joining]))
-        found["reuse/age_mean"] = float(np.mean([version - _version(used.group, version) for used in joining]))
+        found["reuse/age_mean"] = float(np.mean([used.age(version) for used in joining]))
     return found

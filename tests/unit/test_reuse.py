@@ -14,7 +14,8 @@ import torch
 from winnow import Trainer
 from winnow.config import ConfigError
 from winnow.learner.base import Learner
-from winnow.reuse import Reuse, ess_of
+from winnow.record.ledger import Ledger
+from winnow.reuse import Reuse, _ess, log_ratios
 
 from .. import parity
 from ..builders.runs import assert_clean, fingerprint
@@ -77,6 +78,16 @@ def test_a_resume_goes_on_exactly(train: Callable[..., Metrics], tmp_path: Path,
     assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "whole")
 
 
+def test_an_audit_compares_with_fresh_rollouts(train: Callable[..., Metrics], tmp_path: Path) -> None:
+    """Its tokens are booked with those of evaluations. Without updates there is no bias, but noise."""
+    rows = train(reuse={"updates": 4, "audit": 1.0}, learning_rate=0.0, max_steps=20)
+    audited = [row for row in rows if "reuse/audit/groups" in row]
+    assert sum(row["reuse/audit/groups"] for row in audited) == sum(row["reuse/groups"] for row in rows) > 40
+    assert abs(np.mean([row["reuse/audit/bias"] for row in audited])) < 0.15
+    with Ledger.open(tmp_path / "run" / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.totals()["evaluation"]["rollouts"] == 4 * sum(row["reuse/groups"] for row in rows)
+
+
 def test_with_samplers_in_other_processes(train: Callable[..., Metrics]) -> None:
     """They make fewer groups; the audit proves that no fresh one was over the lag bound."""
     rows = train(reuse={"updates": 2}, sync={"name": "processes", "samplers": 1}, max_lag=2)
@@ -97,13 +108,13 @@ def test_the_effective_sample_size_of_a_group(tiny_config: dict[str, Any]) -> No
     assert isinstance(reuse, Reuse)
     groups = [used.group for used in reuse.groups]
     assert len(groups) > 2
-    expected = [_ess(group, trainer.learner) for group in groups]
-    assert ess_of(groups, trainer.learner) == pytest.approx(expected)
+    expected = [by_hand(group, trainer.learner) for group in groups]
+    assert [_ess(log_w_G) for log_w_G in log_ratios(groups, trainer.learner)] == pytest.approx(expected)
     assert min(expected) < 0.999
-    assert ess_of([], trainer.learner) == []
+    assert log_ratios([], trainer.learner) == []
 
 
-def _ess(group: Any, learner: Learner) -> float:
+def by_hand(group: Any, learner: Learner) -> float:
     w = []
     for rollout in group.rollouts:
         ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids.tolist()]])

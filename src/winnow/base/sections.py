@@ -56,6 +56,7 @@ class ReuseConfig(BaseModel):
     updates: int = Field(4, ge=2)
     max_age: int = Field(16, ge=1)
     min_ess: float = Field(0.5, ge=0, le=1)
+    audit: float = Field(0.0, ge=0, le=1)
 
 
 class SuccessConfig(BaseModel):

@@ -167,7 +167,7 @@ class Session:
         )
         reuse = None
         if c.reuse is not None:
-            reuse = Reuse(c.reuse, c.prompts_per_step, built.learner, m.judge)
+            reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, built.learner, m.judge, built.sampler.run)
             buffer.fewest = reuse.fewest_fresh
         return Loop(collector, built.sampler, built.learner, step, hooks, reuse)
 
