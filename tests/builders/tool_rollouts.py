@@ -53,6 +53,8 @@ class Scripted:
         reason = "stop" if text.endswith(request.params.stop) else "eos"
         text += "<e>" if reason == "eos" else ""
         ids = np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
+        if len(ids) > request.params.max_tokens:
+            ids, reason = ids[: request.params.max_tokens], "length"
         zeros = np.zeros(len(ids), np.float32)
         return Finished(request.id, ids, zeros, np.zeros(len(ids), np.int32), reason, 0.0)
 

@@ -20,6 +20,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
+from winnow.env.row_files import DataError
 from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.records import RunDirectoryError
 from winnow.record.stop_conditions import RunStoppedError
@@ -152,6 +153,12 @@ def test_rows(kind: str, streamed: bool, chat_model: str, tmp_path: Path) -> Non
         assert set(columns) == own | (set(rows[0]) - {"prompt"})
         if "answer" in rows[0]:
             assert [columns["answer"][k]["a"][0] for k in (0, G)] == [int(columns["prompts"][k]) for k in (0, G)]
+
+
+def test_pictures_are_refused_before_a_model_gets_them(chat_model: str, tmp_path: Path) -> None:
+    data = Dataset.from_list([{"prompt": user(f"{i}"), "image": "x.png"} for i in range(6)])
+    with pytest.raises(DataError, match="row 1: column 'image' is a part of the prompt"):
+        run(chat_model, tmp_path / "out", reward_funcs=length, train_dataset=data)
 
 
 @pytest.mark.parametrize("engine", [None, pytest.param("local", marks=pytest.mark.slow)])

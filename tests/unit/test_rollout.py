@@ -79,6 +79,28 @@ def test_the_budget_holds_over_all_turns_and_says_so(policy) -> None:
             assert r.stop_reason == "length"
 
 
+def test_a_group_has_one_kind_of_rewards(policy) -> None:
+    """What is truncated before its environment rewards it has 0, where the environment rewards others of the group."""
+
+    def judge(completions: list[str], **_: Any) -> list[float]:
+        return [50.0] * len(completions)
+
+    groups = run(policy, ToyTask(make=lambda _: LastOnly(8), max_turns=8, reward_funcs=[judge]), max_tokens=24)
+    kinds = [{(r.stop_reason, *r.rewards) for r in group.rollouts} for group in groups]
+    assert any({("length", "env"), ("env", "env")} <= kind for kind in kinds), kinds
+    for group in groups:
+        assert len({name for r in group.rollouts for name in r.rewards}) == 1
+        assert all(r.reward == 0 for r in group.rollouts if "env" in r.rewards and r.stop_reason == "length")
+
+
+class LastOnly(EchoEnv):
+    """Gives a reward with its last answer alone, when an action has an even number of words."""
+
+    def step(self, text: str) -> StepResult:
+        done = len(text.split()) % 2 == 0
+        return StepResult("7", 3.0 if done else None, done)
+
+
 class Recording(EchoEnv):
     """Remembers what it was told."""
 

@@ -33,6 +33,27 @@ def test_rollouts_with_an_environment(tokenizer):
     assert "error" in rollouts[2].turns[0].observation
 
 
+def test_a_rollout_that_is_truncated_gets_the_reward_of_its_environment_too(tokenizer):
+    """As in TRL, which asks every environment; a reward function beside it would be asked of these alone."""
+    task = with_tools(OneTurn({"start": 1}), environment_factory=Counter, timeout_s=5.0)
+    script = [["no"], ["w " * 200], [call("increment", by=4), "w " * 200]]
+    for funcs in ([], [lambda completions, **_: [50.0] * len(completions)]):
+        rollouts, _ = roll(tokenizer, task, script, funcs, max_tokens=150)
+        assert [r.stop_reason for r in rollouts] == ["env", "length", "length"]
+        assert [r.rewards for r in rollouts] == [{"env": 1.0}, {"env": 1.0}, {"env": 5.0}]
+
+
+def test_a_reward_that_fails_at_the_end_of_a_truncated_rollout_fails_it(tokenizer):
+    class Broken(Counter):
+        def get_reward(self) -> float:
+            raise ConnectionError("the judge is away")
+
+    task = with_tools(OneTurn(), environment_factory=Broken, timeout_s=5.0)
+    (rollout,), _ = roll(tokenizer, task, [["w " * 200]], max_tokens=150)
+    assert rollout.fate is Fate.FAILED
+    assert "the judge is away" in rollout.reason
+
+
 def test_reward_functions_judge_where_no_environment_does(tokenizer):
     def right(completions, **_):
         return [float("3" in c[-1]["content"]) for c in completions]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from winnow import ConfigError, Trainer
 from winnow.env.base import OverlappingEnv, StepResult, Task
 from winnow.env.tools import ToolUnavailableError, parse_tool_calls, parser_of, with_tools
 from winnow.types import Prompt
@@ -295,3 +296,19 @@ def test_fingerprint_follows_the_tools():
     assert base == with_tools(OneTurn(), [add], timeout_s=1.0).fingerprint()
     others = (with_tools(OneTurn(), [slow_add]), with_tools(OneTurn(), [add], max_tool_calling_iterations=2))
     assert base not in {task.fingerprint() for task in others}
+
+
+def test_reward_functions_that_no_environment_would_ask_are_refused(tmp_path, tiny_config):
+    """Beside them, one environment without a reward of its own is enough."""
+    only = with_tools(OneTurn(), environment_factory=Counter)
+    mixed = with_tools(OneTurn({"environment": "b"}), environment_factory={"a": Counter, "b": Silent})
+    assert only.rewards_itself
+    assert not mixed.rewards_itself
+    assert not with_tools(OneTurn(), [add]).rewards_itself
+    config = {key: value for key, value in tiny_config.items() if key not in ("env", "eval_steps")}
+    with pytest.raises(ConfigError, match=r"reward_funcs: \S+ would never be asked, as get_reward"):
+        Trainer(config=config, env=only, processing_class=make_tokenizer(), reward_funcs=[right])
+
+
+def right(completions, **columns):
+    return [1.0] * len(completions)

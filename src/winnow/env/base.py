@@ -116,7 +116,9 @@ class OverlappingEnv(Protocol):
     """An environment in another process or thread, so that the engine continues with other rollouts meanwhile.
 
     Its futures must finish within a timeout of its own; an exception fails the rollout. `close()` works as for `Env`,
-    possibly while an answer is pending. `winnow.env.workers.remote` puts any `Env` into a worker process.
+    possibly while an answer is pending. An optional `start_reward()` gives a future of the reward, or None, for a
+    rollout whose tokens are used up in the middle of an action, which is not stepped. `winnow.env.workers.remote` puts
+    any `Env` into a worker process.
     """
 
     def start_reset(self) -> Future[str | None]:

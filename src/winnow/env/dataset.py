@@ -122,7 +122,7 @@ class DatasetTask:
             if convert is not None:
                 row = Row(row.place, row.number, convert(row))
             text, messages = _prompt_of(row, config, as_json)
-            _refuse_pictures(row, config)
+            refuse_pictures(row, config)
             if reserved := set(STANDARD).intersection(row.values):
                 raise DataError(
                     f"{row.where}: a column must not be called '{min(reserved)}', an argument of reward functions"
@@ -168,8 +168,9 @@ class DatasetTask:
             )
 
 
-def _refuse_pictures(row: Row, config: DatasetConfig) -> None:
-    for column in PICTURES:
+def refuse_pictures(row: Row, config: DatasetConfig, columns: Sequence[str] = PICTURES) -> None:
+    """Raise DataError if the row has something in one of these columns."""
+    for column in columns:
         value = row.values.get(column)
         missing = value is None or (isinstance(value, float) and value != value)  # pandas' missing value
         empty = missing or (isinstance(value, Sized) and len(value) == 0)

@@ -140,8 +140,8 @@ def with_tools(
     """Return the task with tools that the model may call, over several turns.
 
     `environment_factory`: makes an environment for each rollout; a mapping gives one for each value of the column
-    `environment`. Its `get_reward` is called after every turn and overrides reward functions. `parse`: finds the calls
-    in the model's output. `timeout_s` bounds a reset, and all calls of a turn; beyond it the rollout fails. Raises
+    `environment`. Its `get_reward` is called after every turn and at the end, and is the reward. `parse`: finds
+    calls in the model's output. `timeout_s` bounds a reset, and all calls of a turn; later the rollout fails. Raises
     ValueError when the task has its own turns or prompts other than messages, or a tool cannot be described.
     """
     if task.max_turns != 1:
@@ -209,6 +209,8 @@ class ToolTask:
         self.reward_funcs: Sequence[RewardFn] = task.reward_funcs
         self.max_turns = iterations + 1
         self._task, self._kits, self._parse, self._deadlines = task, kits, parse, deadlines
+        self.rewards_itself = all(kit.rewards for kit in kits.values())
+        """Whether every environment has `get_reward`, so that no reward function is asked."""
         for prompt in chain(task.train, task.test):
             self._equipped(prompt)
         self.train = changed(task.train, self._equipped)
@@ -256,6 +258,9 @@ class ToolEnv:
 
     def start_step(self, text: str) -> Future[StepResult]:
         return self._deadlines.submit(partial(self._step, text))
+
+    def start_reward(self) -> Future[float | None]:
+        return self._deadlines.submit(self._reward)
 
     def _reset(self) -> str | None:
         self.environment = self._kit.factory()

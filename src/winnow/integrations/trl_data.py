@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..env.dataset import DatasetConfig, DatasetTask
+from ..env.dataset import DatasetConfig, DatasetTask, refuse_pictures
 from ..env.prompt_store import Store
 from ..env.row_files import DataError, Row
 from ..env.rows import rows_of
 from ..types import Message
 
+PICTURES = ("image", "images")
+"""Columns that TRL gives to the model."""
+
 
 class TrlRows(DatasetTask):
     """Rows as TRL accepts them: any column, ids that repeat, empty messages, and no prompt if an environment gives it.
 
-    Raises DataError naming a row without a prompt.
+    Raises DataError naming a row without a prompt, or with a picture.
     """
 
     def __init__(self, rows: Iterable[Any], *, environments: bool) -> None:
@@ -30,6 +33,7 @@ class TrlRows(DatasetTask):
     def _stored(self, rows: Iterable[Row]) -> Store:
         self._store = Store()
         for row in rows:
+            refuse_pictures(row, self.config, PICTURES)
             text, messages = self._prompt(row)
             given = row.values.get("id")
             own_id = str(given) if isinstance(given, str | int) and given != "" else None

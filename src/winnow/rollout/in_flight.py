@@ -12,9 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from ..base.redact import redact
 from ..env.base import Env, OverlappingEnv, StepResult
 from ..env.rewards.scores import MAX_REWARD
 from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Turn, Visit
+
+TRUNCATED = ("length", "turns", "segments")
+"""Stop reasons of rollouts that a limit ended."""
 
 
 @dataclass
@@ -132,6 +136,9 @@ class Sibling:
         if self.rollout is not None:
             self.rollout.survival_p = self.survival_p
 
+    def fail(self, reason: str) -> None:
+        self.finish("failed", fate=Fate.FAILED, reason=redact(reason))
+
     def _close_env(self) -> None:
         self.environment = getattr(self.env, "environment", None)
         close = getattr(self.env, "close", None)
@@ -209,9 +216,25 @@ class Flight:
         """All but a greedy baseline."""
         return [s for s in self.siblings if not s.greedy]
 
+    def cut(self, reason: str) -> None:
+        """End all rollouts. Those that had ended keep `rewards` for display, but no `reward`."""
+        for sibling in self.siblings:
+            rollout = sibling.rollout or sibling.finish("cancelled")
+            rollout.reward = None
+            if rollout.fate is None:
+                rollout.fate, rollout.reason = Fate.CUT, reason
+
     def closed(self) -> Group:
-        """Return the group of the rollouts that have ended."""
+        """Return the group of the rollouts that have ended.
+
+        Where the environment rewards some, one that was truncated before it got a reward has 0, as without reward
+        functions: two kinds of rewards in a group would teach to be truncated, or not to be.
+        """
         rollouts = [s.rollout for s in self.siblings if s.rollout is not None]
+        if any("env" in r.rewards for r in rollouts):
+            for rollout in rollouts:
+                if rollout.fate is None and rollout.reward is None and rollout.stop_reason in TRUNCATED:
+                    rollout.reward, rollout.rewards = 0.0, {"env": 0.0}
         return Group(self.visit, rollouts, self.decisions, self.job.purpose)
 
     def view(self, at: GatePoint) -> GroupView:
@@ -237,6 +260,8 @@ class Awaited:
 
     flight: Flight
     sibling: Sibling
-    answer: Future[str | None] | Future[StepResult]
+    answer: Future[str | None] | Future[StepResult] | Future[float | None]
     due: int
     """Clock of the runner at which the answer is taken, or waited for."""
+    last: bool = False
+    """The tokens of the rollout are used up: it ends with this answer."""

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..base.noise import noise_key
-from ..base.redact import redact
 from ..engine.base import Engine, Finished, Reached, Request
 from ..env.base import ModelTurn, OverlappingEnv, StepResult, Task
 from ..env.prompting import (
@@ -102,7 +101,7 @@ class RolloutRunner:
                 else:
                     shared = sibling.prompt_ids = shared or self._encode(job, None)
             except (Exception, SystemExit) as error:
-                self._fail(sibling, f"could not start: {_described(error)}")
+                sibling.fail(f"could not start: {_described(error)}")
                 continue
             self._submit(flight, sibling)
         self._settle(flight)
@@ -148,7 +147,7 @@ class RolloutRunner:
             self.engine.submit([request])
         except ValueError as error:
             cause = str(error).removeprefix(f"request {request.id!r}: ")  # equal causes are counted together
-            self._fail(sibling, f"the engine refused the prompt: {cause}")
+            sibling.fail(f"the engine refused the prompt: {cause}")
 
     def _may_go_on(self, sibling: Sibling) -> bool:
         """Return whether another turn may follow and the engine can keep keys and values for it."""
@@ -214,7 +213,7 @@ class RolloutRunner:
                 turn.taken = True
                 sibling.finish(f.stop_reason)
             elif f.stop_reason == "length" and self._is_full(flight, sibling):
-                self._end_episode(flight, sibling, "length")  # the action may be incomplete
+                self._use_up(flight, sibling)  # the action may be incomplete
             else:
                 self._step_env(flight, sibling, turn)
         for flight in {id(flight): flight for flight, _ in (self._whose(f.id) for f in finished)}.values():
@@ -235,25 +234,29 @@ class RolloutRunner:
         full = o.context_length is not None and sibling.context_length >= o.context_length
         return full or sibling.length >= o.params.max_tokens
 
-    def _await(self, flight: Flight, sibling: Sibling, answer: Any) -> None:
-        self._awaited.append(Awaited(flight, sibling, answer, self.engine.clock + OVERLAP))
+    def _await(self, flight: Flight, sibling: Sibling, answer: Any, *, last: bool = False) -> None:
+        self._awaited.append(Awaited(flight, sibling, answer, self.engine.clock + OVERLAP, last))
 
     def _take_answers(self) -> None:
         """Take answers of overlapping environments: those due, or all when the engine is idle."""
         idle = self.engine.pending == 0
         due = [a for a in self._awaited if idle or a.due <= self.engine.clock]
         self._awaited = [a for a in self._awaited if not (idle or a.due <= self.engine.clock)]
-        for flight, sibling, answer in ((a.flight, a.sibling, a.answer) for a in due):
+        for flight, sibling, answer, last in ((a.flight, a.sibling, a.answer, a.last) for a in due):
             try:
                 result = answer.result()
-                if sibling.running and not sibling.turns:
+                if sibling.running and last:
+                    if result is not None:
+                        sibling.set_reward(result)  # type: ignore[arg-type]
+                    self._end_episode(flight, sibling, "length")
+                elif sibling.running and not sibling.turns:
                     self._begin(flight.job, sibling, result)  # type: ignore[arg-type]
                     self._submit(flight, sibling)
                 elif sibling.running:
                     self._observed(flight, sibling, result)
             except Exception as error:
                 if sibling.running:
-                    self._fail(sibling, f"the environment failed: {_described(error)}")
+                    sibling.fail(f"the environment failed: {_described(error)}")
         for flight in {a.flight.key: a.flight for a in due}.values():
             self._settle(flight)
 
@@ -270,7 +273,7 @@ class RolloutRunner:
                 return
             self._observed(flight, sibling, env.step(said))  # type: ignore[union-attr]
         except (Exception, SystemExit) as error:
-            self._fail(sibling, f"the environment raised {_described(error)}")
+            sibling.fail(f"the environment raised {_described(error)}")
 
     def _observed(self, flight: Flight, sibling: Sibling, result: Any) -> None:
         """Add the environment's answer to the last turn. Raises TypeError or ValueError on a malformed one."""
@@ -283,13 +286,13 @@ class RolloutRunner:
         try:
             turn.progress = result.progress
         except (TypeError, ValueError) as error:
-            self._fail(sibling, f"the environment returned an invalid progress: {error}")
+            sibling.fail(f"the environment returned an invalid progress: {error}")
             return
         if result.reward is not None:
             try:
                 sibling.set_reward(result.reward)
             except ValueError as error:
-                self._fail(sibling, f"the environment returned {error}")
+                sibling.fail(f"the environment returned {error}")
                 return
         if result.done or len(sibling.turns) >= self.task.max_turns:
             turn.taken = True
@@ -310,6 +313,14 @@ class RolloutRunner:
             sibling.waiting_since = time.monotonic()
         else:
             self._submit(flight, sibling)
+
+    def _use_up(self, flight: Flight, sibling: Sibling) -> None:
+        """End a rollout in the middle of an action, with the reward that its environment gives it then, if any."""
+        ask = getattr(sibling.env, "start_reward", None)
+        if ask is None:
+            self._end_episode(flight, sibling, "length")
+        else:
+            self._await(flight, sibling, ask(), last=True)
 
     def _end_episode(self, flight: Flight, sibling: Sibling, stop_reason: str) -> None:
         """End a rollout with the environment's last reward; without one reward functions decide, else it is 0."""
@@ -378,17 +389,8 @@ class RolloutRunner:
                 flight.scored = True
 
     def _cut(self, flight: Flight, cut: Decision) -> None:
-        """Stop the whole group. Ended rollouts keep `rewards` for display, but no `reward`."""
         self._cancel([(flight, s) for s in flight.siblings if s.greedy and s.running])
-        for sibling in flight.siblings:
-            rollout = sibling.rollout or sibling.finish("cancelled")
-            rollout.reward = None
-            if rollout.fate is None:
-                rollout.fate, rollout.reason = Fate.CUT, cut.verdict.reason
-
-    @staticmethod
-    def _fail(sibling: Sibling, reason: str) -> None:
-        sibling.finish("failed", fate=Fate.FAILED, reason=redact(reason))
+        flight.cut(cut.verdict.reason)
 
 
 def _described(error: BaseException) -> str:
