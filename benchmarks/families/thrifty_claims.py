@@ -96,7 +96,13 @@ def tables(said: Said) -> dict[str, str]:
         name_of(arm, rate): [run for run in runs.get(name_of(arm, rate), []) if run["seed"] != TUNING]
         for arm, rate in rates.items()
     }
-    columns = [SEEDS, t.mean("final pass@1", "pass@1"), t.mean("best", "best"), t.mean("tokens", "tokens")]
+    columns = [
+        SEEDS,
+        t.mean("final pass@1", "pass@1"),
+        t.mean("best on the way", "best"),
+        t.mean("final pass@8", "deployed.pass@8"),
+        t.mean("tokens", "tokens", "{:.2f}M", 1e-6),
+    ]
     to = [to_final(runs, "tokens to DAPO's final pass@1", 1.0), to_final(runs, "to 95% of it", 0.95)]
     return {
         "rates": t.table_of({arm: found for arm, found in tuning.items() if found}, [*columns, *to]),
