@@ -1,4 +1,5 @@
-"""`winnow warm-start` and `pass-rates`: a model to start with, and how well it solves each prompt."""
+"""`winnow warm-start`, `pass-rates` and `simulate`: a model to start with, how well it solves each prompt, and what
+methods would make of that."""
 
 from __future__ import annotations
 
@@ -59,3 +60,22 @@ def pass_rates(
     values = settings(overrides, config)
     found = profile_model(model, values, n=n, prompts=prompts, output=output, console=console)
     show(found, as_json, render)
+
+
+@command(app)
+def simulate(
+    config: Annotated[Path, typer.Argument(help="YAML file of a run.")],
+    rates: Annotated[Path, typer.Option(help="Pass-rate profile of its model, from `winnow pass-rates`.")],
+    overrides: Overrides = None,
+    growth: Annotated[float, typer.Option(help="Logits that 1,000 groups with a signal add to all pass rates.")] = 0.0,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a rollout.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Run a configuration's selector, group sizes, filter and reuse against pass rates, without a model.
+
+    Prints tokens by fate, the signal for 1,000 tokens, and that of an oracle which knows every pass rate.
+    """
+    from ..config import load_config
+    from ..study.simulate import simulate as run
+
+    show(run(load_config(config, overrides or ()), rates, growth=growth, length=length), as_json)

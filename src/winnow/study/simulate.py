@@ -1,0 +1,200 @@
+"""`winnow simulate`: what selectors, sizes and filters would roll out, without a model.
+
+The loop's own collector runs against made rewards: a rollout of prompt i is right with probability p_i. The rates come
+from a pass-rate profile; each is drawn from its posterior, whose prior is a Beta distribution with the spread of all.
+They rise together while the policy learns: logit p_i + ability, where ability grows with the groups that taught.
+
+`reuse` is simulated as if every group kept its effective sample size, so that it is used as often as it may be.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..collect import Collector
+from ..config import ConfigError, RunConfig
+from ..methods.pass_rates import PassRate, read_profile
+from ..record.ledger import Ledger
+from ..record.ledger_file import LEDGER
+from ..record.proof import FATES
+from ..record.stop_conditions import Limits
+from ..run.build import build_task
+from ..run.build_methods import build_methods
+from ..sampler.buffer import Buffer
+from ..sampler.scheduling import SyncPace
+from ..types import Group, Job, Prompt, Rollout
+
+EDGE = 1e-6
+"""Rates are kept so far from 0 and 1, for their logits."""
+
+
+@dataclass
+class Policy:
+    """A policy by what it solves."""
+
+    logit_N: np.ndarray
+    """Of each prompt's rate at the start."""
+    growth: float
+    """Logits of ability that 1,000 groups with a signal add."""
+    ability: float = 0.0
+
+    def rates(self) -> np.ndarray:
+        """Return the probability that a rollout of each prompt is right, float64 [N]."""
+        return 1.0 / (1.0 + np.exp(-(self.logit_N + self.ability)))
+
+    def learn(self, groups: int) -> None:
+        self.ability += self.growth * groups / 1000
+
+
+def policy_of(prompts: Sequence[Prompt], profile: Mapping[str, PassRate], growth: float, seed: int) -> Policy:
+    """Return a policy whose rates are draws from the posteriors of a profile.
+
+    Prompts that the profile lacks get draws for random ones of it. Raises ConfigError when it has none of them.
+    """
+    known = [profile[prompt.id] for prompt in prompts if prompt.id in profile]
+    if not known:
+        raise ConfigError("rates: the profile has none of the task's training prompts; make one of the same env")
+    draws = np.random.default_rng(seed)
+    shape = _beta([rate.rate for rate in known], [rate.n for rate in known])
+    of_each = [profile.get(prompt.id) or known[draws.integers(len(known))] for prompt in prompts]
+    right, wrong = np.array([[rate.correct, rate.n - rate.correct] for rate in of_each], dtype=np.float64).T
+    rate_N = np.clip(draws.beta(right + shape[0], wrong + shape[1]), EDGE, 1 - EDGE)
+    return Policy(np.log(rate_N / (1 - rate_N)), growth)
+
+
+def _beta(rates: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
+    """Return a and b of the Beta distribution with the mean and spread of the rates, less the noise of sampling."""
+    mean = float(np.clip(np.mean(rates), 0.01, 0.99))
+    noise = mean * (1 - mean) * float(np.mean(1 / np.array(counts)))
+    spread = max(float(np.var(rates)) - noise, 1e-3 * mean * (1 - mean))
+    strength = max(mean * (1 - mean) / spread - 1, 0.02)
+    return mean * strength, (1 - mean) * strength
+
+
+class Rewards:
+    """Finishes every group at the next poll, with rewards of 0 and 1; a `GroupSource`."""
+
+    def __init__(self, policy: Policy, length: int, seed: int) -> None:
+        self.policy, self.version = policy, 0
+        self._seed, self._length = seed, length
+        self._mask = np.ones(length, dtype=bool)
+        self._ids, self._logp = np.zeros(length, np.int64), np.zeros(length, np.float32)
+        self._jobs: list[Job] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self._jobs)
+
+    def launch(self, job: Job) -> None:
+        self._jobs.append(job)
+
+    def poll(self) -> list[Group]:
+        jobs, self._jobs = self._jobs, []
+        rates = self.policy.rates()
+        return [self._finished(job, float(rates[job.visit.prompt.ordinal])) for job in jobs]
+
+    def _finished(self, job: Job, rate: float) -> Group:
+        right = np.random.default_rng((self._seed, job.visit.number)).random(job.size) < rate
+        versions = np.full(self._length, self.version, np.int32)
+        rollouts = []
+        for sibling, reward in enumerate(right.astype(float).tolist()):
+            rollout = Rollout(sibling, (0,), self._ids, self._mask, self._logp, versions, stop_reason="eos")
+            rollout.reward, rollout.rewards = reward, {"env": reward}
+            rollouts.append(rollout)
+        return Group(job.visit, rollouts)
+
+
+@dataclass
+class Signal:
+    """Sums over a run: squared deviations of rewards from their group's mean, and what an oracle would have had."""
+
+    trained: float = 0.0
+    oracle: float = 0.0
+
+    def add(self, groups: Sequence[Group], rates: np.ndarray, best: int) -> None:
+        """Add a batch. The oracle rolls out the `best` prompts with the largest expected signal, in every step."""
+        sizes = [len(group.rollouts) for group in groups]
+        self.trained += float(sum(np.var(group.rewards()) * size for group, size in zip(groups, sizes, strict=True)))
+        spread = np.sort(rates * (1 - rates))[-best:]
+        self.oracle += float(spread.mean() * (np.mean(sizes) - 1) / np.mean(sizes)) if sizes else 0.0
+
+
+def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 1) -> dict[str, Any]:
+    """Simulate the run of a configuration; return tokens by fate, signal, and the oracle's.
+
+    `growth`: logits of ability for 1,000 groups with a signal. `length`: tokens of a rollout. Raises ConfigError on
+    settings that it cannot simulate: gates, and advantages that need more than rewards.
+    """
+    if c.gates:
+        raise ConfigError(
+            "gates: they decide by tokens and states of rollouts, of which a simulation has none; remove it"
+        )
+    task = build_task(c.env)
+    source = Rewards(policy_of(task.train, read_profile(profile), growth, c.seed), length, c.seed)
+    m = build_methods(c, task.train)
+    if m.advantage.greedy_baseline:
+        raise ConfigError(
+            f"advantage: {c.advantage} needs a greedy rollout a group, which has no pass rate; choose rloo"
+        )
+    signal, uses, started, step = Signal(), 0, time.perf_counter(), 0
+    with tempfile.TemporaryDirectory() as folder, Ledger.open(Path(folder) / LEDGER) as ledger:
+        ledger.judge = m.judge
+        buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry)
+        collector = Collector(
+            prompts={"train": task.train},
+            sampler=source,
+            selector=m.selector,
+            group_size=m.group_size,
+            filter=m.filter,
+            buffer=buffer,
+            pace=SyncPace(buffer, source, m.rollout_batch),
+            refill_round=max(m.rollout_batch.size, c.prompts_per_step),
+            ledger=ledger,
+            judge=m.judge,
+            limits=Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps),
+        )
+        while step < c.max_steps and collector.stop is None:
+            again = min(uses, _places(c))
+            batch = collector.collect(step, again)
+            if not batch.groups:
+                break
+            teaching = sum(m.judge.teaches(group) for group in batch.groups)
+            signal.add(batch.groups, source.policy.rates(), c.prompts_per_step)
+            collector.trained(step, batch.groups, {"updated": float(teaching + again > 0)})
+            collector.end_step(step, batch.groups, {})
+            uses += teaching * (c.reuse.updates - 1 if c.reuse else 0) - again
+            source.policy.learn(teaching + again)
+            step += 1
+            source.version = step
+        collector.close(step, [])
+        totals = ledger.totals()
+        visits = ledger.verify().visits
+    tokens = {fate: int(totals[fate]["tokens"]) for fate in FATES if totals[fate]["tokens"]}
+    sampled, seconds = sum(tokens.values()), time.perf_counter() - started
+    per_token = signal.trained / max(1, sampled)
+    best = signal.oracle / max(1, step) / length
+    return {
+        "steps": step,
+        "stopped": str(collector.stop or ""),
+        "visits": visits,
+        "rollouts": int(sum(totals[fate]["rollouts"] for fate in FATES)),
+        "tokens": sampled,
+        "tokens_by_fate": tokens,
+        "signal_per_1000_tokens": 1000 * per_token,
+        "oracle_per_1000_tokens": 1000 * best,
+        "share_of_oracle": per_token / best if best else 0.0,
+        "mean_rate": float(source.policy.rates().mean()),
+        "seconds": round(seconds, 2),
+    }
+
+
+def _places(c: RunConfig) -> int:
+    """Return the groups of a batch that may be reused."""
+    return 0 if c.reuse is None else c.prompts_per_step - -(-c.prompts_per_step // c.reuse.updates)

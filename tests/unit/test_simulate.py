@@ -1,0 +1,111 @@
+"""Simulated runs: rates and their drift, fates and signal that can be computed by hand, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from winnow.cli.main import app
+from winnow.config import ConfigError, RunConfig, validate
+from winnow.methods.pass_rates import PassRate
+from winnow.run.build import build_task
+from winnow.study.simulate import policy_of, simulate
+from winnow.types import Prompt
+
+ENV = {"name": "countdown", "train_size": 120, "test_size": 8}
+
+
+def config(**changes: Any) -> RunConfig:
+    values = {
+        "model": "m",
+        "env": ENV,
+        "max_steps": 20,
+        "prompts_per_step": 6,
+        "num_generations": 4,
+        "advantage": "rloo",
+    }
+    return validate(values | {"max_skipped_steps": 1000} | changes)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A third of the prompts always solved, a third never, a third half of the time; many rollouts each."""
+    lines = []
+    for number, prompt in enumerate(build_task(ENV).train):
+        correct = (0, 500, 1000)[number % 3]
+        lines.append(PassRate(prompt.id, 1000, correct, correct / 1000).line())
+    (tmp_path / "rates.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path / "rates.jsonl"
+
+
+def test_fates_and_signal_are_those_of_the_rates(profile: Path) -> None:
+    """A group of 4 at p = 1/2 has a signal 7 times in 8, and squared deviations of 3/4; the others have none."""
+    found = simulate(config(max_steps=200), profile, length=5)
+    assert found["steps"] == 200
+    assert found["visits"] == 1200
+    assert found["tokens"] == sum(found["tokens_by_fate"].values()) == 1200 * 4 * 5
+    assert found["signal_per_1000_tokens"] == pytest.approx(1000 * 0.75 / 3 / 20, rel=0.1)
+    assert found["oracle_per_1000_tokens"] == pytest.approx(1000 * 0.75 / 20, rel=0.01)
+    assert found["share_of_oracle"] == pytest.approx(1 / 3, rel=0.1)
+    dropped = simulate(config(max_steps=200, filter="zero_variance"), profile, length=5)
+    assert dropped["tokens_by_fate"]["trained"] == 1200 * 4 * 5
+    share = dropped["tokens_by_fate"]["filtered"] / dropped["tokens"]
+    assert share == pytest.approx(1 - 7 / 8 / 3, abs=0.03)
+
+
+def test_a_selector_learns_and_rollouts_that_are_skipped_cost_nothing(profile: Path) -> None:
+    more = {"filter": "zero_variance", "max_steps": 150}
+    plain = simulate(config(**more), profile)
+    greso = simulate(config(**more, selector="greso"), profile)
+    assert greso["tokens"] < 0.8 * plain["tokens"]
+    assert greso["visits"] > plain["visits"]
+    assert greso["share_of_oracle"] > plain["share_of_oracle"]
+
+
+def test_reuse_takes_the_place_of_fresh_groups(profile: Path) -> None:
+    more = {"filter": "zero_variance", "correction": "truncate", "policy_loss": "plain", "max_steps": 100}
+    plain = simulate(config(**more), profile)
+    reused = simulate(config(**more, reuse={"updates": 3}), profile)
+    assert reused["steps"] == 100
+    assert reused["tokens_by_fate"]["trained"] == pytest.approx(plain["tokens_by_fate"]["trained"] / 3, rel=0.05)
+
+
+def test_rates_rise_together_with_the_groups_that_teach(profile: Path) -> None:
+    still, learns = (simulate(config(max_steps=100), profile, growth=growth) for growth in (0.0, 5.0))
+    assert still["mean_rate"] == pytest.approx(0.5, abs=0.01)
+    assert learns["mean_rate"] > 0.55
+    assert simulate(config(seed=3), profile) | {"seconds": 0} == simulate(config(seed=3), profile) | {"seconds": 0}
+
+
+def test_few_rollouts_of_a_prompt_say_little_about_it() -> None:
+    """Rates are drawn from posteriors: 0 of 4 where most prompts have a half is no rate of 0; with few spread it is."""
+    prompts = [Prompt(f"p{i}", i, text="") for i in range(4000)]
+    rng = np.random.default_rng(0)
+    for true in (np.full(4000, 0.5), rng.beta(0.2, 0.2, 4000)):
+        profile = {p.id: PassRate(p.id, 4, int(rng.binomial(4, r)), 0.0) for p, r in zip(prompts, true, strict=True)}
+        rates = policy_of(prompts, profile, 0.0, 0).rates()
+        assert rates.mean() == pytest.approx(true.mean(), abs=0.02)
+        assert rates.std() == pytest.approx(true.std(), abs=0.04)
+
+
+def test_what_it_cannot_simulate_is_refused(profile: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gates: they decide by tokens"):
+        simulate(config(gates=["arrol"]), profile)
+    with pytest.raises(ConfigError, match="advantage: remax needs a greedy rollout"):
+        simulate(config(advantage="remax"), profile)
+    (tmp_path / "other.jsonl").write_text(PassRate("other", 4, 2, 0.5).line() + "\n")
+    with pytest.raises(ConfigError, match="rates: the profile has none of the task's training prompts"):
+        simulate(config(), tmp_path / "other.jsonl")
+
+
+def test_the_command(profile: Path, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(json.dumps({"model": "m", "env": ENV, "max_steps": 3, "prompts_per_step": 4}))
+    asked = ["simulate", str(tmp_path / "c.yaml"), "filter=zero_variance", "--rates", str(profile), "--length", "7"]
+    found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert found["tokens"] == 7 * found["rollouts"]
+    assert "share_of_oracle" in CliRunner().invoke(app, asked).stdout
