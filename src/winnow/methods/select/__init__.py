@@ -11,6 +11,7 @@ from .backoff import Backoff
 from .greso import Greso
 from .ordered import Ordered
 from .pass_rate import PassRate as PassRateBand
+from .posterior import Posterior
 from .uniform import Uniform
 
 
@@ -60,5 +61,6 @@ SELECTORS: dict[str, type] = {
     "greso": Greso,
     "backoff": Backoff,
     "pass_rate": PassRateBand,
+    "posterior": Posterior,
 }
 """Name -> frozen dataclass of options with `build(prompts, seed, judge) -> Selector`."""

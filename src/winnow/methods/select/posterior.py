@@ -1,0 +1,146 @@
+"""Select by posterior: roll out a prompt the rarer, the less likely its group is to be mixed.
+
+Each prompt has a Beta posterior of its pass rate. Its prior is the run's mean rate, and what was seen of it is
+forgotten while the policy changes. The chance of a mixed group has a closed form. Draws are keyed by (seed, prompt,
+epoch) and their probabilities recorded. Kin: MoPPS and BOTS, which take the prompts with drawn rates nearest to 1/2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from ...base.array_json import Packed
+from ...base.noise import as_tensor, noise_key, uniform
+from ...base.options import CHECKED
+from ...base.state import Count, Probability, State
+from ...types import KEEP, Group, Prompt, Verdict
+from ..base import Chart
+from ..group_kind import BY_REWARDS, GroupJudge
+from .greso import SELECT_STREAM
+from .stream import StreamSelector, StreamState
+
+
+def mixed_probability(a: np.ndarray, b: np.ndarray, size: int) -> np.ndarray:
+    """Return the chance that `size` rollouts are neither all right nor all wrong, at a rate from Beta(a, b).
+
+    1 - E[p^G + (1 - p)^G] in closed form. float64 arrays that broadcast.
+    """
+    k = np.arange(size)
+    total = np.add.outer(a + b, k)
+    mixed: np.ndarray = 1.0 - (np.add.outer(a, k) / total).prod(-1) - (np.add.outer(b, k) / total).prod(-1)
+    return mixed
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Posterior:
+    """Roll out a prompt by the chance that its group is mixed, relative to a prompt never seen, to a power."""
+
+    wants_signal: ClassVar[bool] = True
+
+    forget: Annotated[float, Field(gt=0, le=1)] = 0.995
+    """What is left, a step later, of what was seen of a prompt."""
+    strength: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Rollouts that the prior is worth."""
+    power: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
+    """How sharply less likely groups are left out; of 1, 2 and 4 the best by `winnow simulate` on Countdown."""
+    floor: Probability = 0.05
+    """Lowest probability to roll out a prompt."""
+
+    def charts(self, name: str) -> list[Chart]:
+        lines = {"posterior/predicted": "predicted", "posterior/mixed": "found"}
+        return [Chart("Mixed groups among those rolled out", lines, share=True)]
+
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> PosteriorSelector:
+        return PosteriorSelector(prompts, seed, self, judge)
+
+
+class PosteriorState(StreamState):
+    right_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="right")
+    wrong_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="wrong")
+    seen_at_N: Annotated[np.ndarray, Packed("u4", "prompts")] = Field(alias="seen_at")
+    step: Count
+    size: PositiveInt
+    all_right: NonNegativeFloat
+    all_rollouts: NonNegativeFloat
+
+
+class PosteriorSelector(StreamSelector):
+    """Selector by posterior. Twelve bytes per prompt and four for the order of the epoch."""
+
+    state_model: ClassVar[type[State]] = PosteriorState
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, options: Posterior, judge: GroupJudge) -> None:
+        super().__init__(prompts, seed)
+        self.options, self.judge = options, judge
+        self.right_N = np.zeros(len(prompts), np.float32)
+        self.wrong_N = np.zeros(len(prompts), np.float32)
+        self.seen_at_N = np.zeros(len(prompts), np.uint32)
+        """Step of the last group, from which right and wrong rollouts are forgotten."""
+        self.step, self.size = 0, 8
+        self.all_right, self.all_rollouts = 1.0, 2.0
+        """Right rollouts and all, of all prompts, forgotten likewise."""
+        self._found: list[tuple[float, float]] = []
+        """Predicted chance and outcome of the groups of this step."""
+
+    def posterior(self, ordinals_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return a and b of the prompts' Beta posteriors, float64 [N]."""
+        left_N = self.options.forget ** (self.step - self.seen_at_N[ordinals_N].astype(np.float64))
+        prior = self.options.strength * self.all_right / self.all_rollouts
+        a_N = prior + self.right_N[ordinals_N] * left_N
+        return a_N, self.options.strength - prior + self.wrong_N[ordinals_N] * left_N
+
+    def keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
+        """Return the probability to roll out each prompt, float64 [N]: 1 for who is as promising as one never seen."""
+        prior = self.options.strength * self.all_right / self.all_rollouts
+        unseen = mixed_probability(np.array([prior]), np.array([self.options.strength - prior]), self.size)
+        keep_N = mixed_probability(*self.posterior(ordinals_N), self.size) / unseen
+        return np.clip(keep_N**self.options.power, self.options.floor, 1.0)
+
+    def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        key = as_tensor([noise_key(self.seed, SELECT_STREAM, epoch)])
+        draws: np.ndarray = uniform(key, torch.from_numpy(ordinals_N.astype(np.int64))).numpy()
+        return draws < self.keep_probability(ordinals_N)
+
+    def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
+        p = float(self.keep_probability(np.array([ordinal]))[0])
+        if keep:
+            return KEEP if p == 1 else Verdict(True, probability=p)
+        a, b = (float(x[0]) for x in self.posterior(np.array([ordinal])))
+        return Verdict(False, f"posterior: a pass rate of about {a / (a + b):.2f}", 1 - p)
+
+    def observe(self, group: Group) -> None:
+        """Count right and wrong rollouts; failed, pruned and undecided ones are absent."""
+        judged = [self.judge.success.right(r) for r in group.siblings if r.reward is not None]
+        right, wrong = judged.count(True), judged.count(False)
+        if right + wrong < 2:
+            return
+        ordinals = np.array([group.prompt.ordinal])
+        a, b = self.posterior(ordinals)
+        self._found.append((float(mixed_probability(a, b, right + wrong)[0]), float(right > 0 and wrong > 0)))
+        left = self.options.forget ** (self.step - float(self.seen_at_N[ordinals[0]]))
+        self.right_N[ordinals] = self.right_N[ordinals] * left + right
+        self.wrong_N[ordinals] = self.wrong_N[ordinals] * left + wrong
+        self.seen_at_N[ordinals] = self.step
+        self.size = len(group.siblings)
+        self.all_right, self.all_rollouts = self.all_right + right, self.all_rollouts + right + wrong
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.step += 1
+        forget = self.options.forget
+        self.all_right, self.all_rollouts = 1 + (self.all_right - 1) * forget, 2 + (self.all_rollouts - 2) * forget
+        self._found = []
+
+    def metrics(self) -> dict[str, float]:
+        found = super().metrics()
+        if self._found:
+            predicted, mixed = np.array(self._found).T
+            found["posterior/predicted"], found["posterior/mixed"] = float(predicted.mean()), float(mixed.mean())
+            found["posterior/brier"] = float(((predicted - mixed) ** 2).mean())
+        return found

@@ -1,0 +1,121 @@
+"""Selection by posterior: its probabilities against brute force, what it learns and forgets, draws, and its state."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from winnow.methods.group_kind import BY_REWARDS
+from winnow.methods.select.posterior import Posterior, PosteriorSelector, mixed_probability
+from winnow.types import Group, Prompt, Rollout, Visit
+
+PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(2000)]
+
+
+def selector(seed: int = 0, **options: float) -> PosteriorSelector:
+    return Posterior(**options).build(PROMPTS, seed)
+
+
+def group(ordinal: int, rewards: list[float | None]) -> Group:
+    rollouts = []
+    for i, reward in enumerate(rewards):
+        one, two = np.ones(1), np.zeros(1)
+        rollouts.append(Rollout(i, (1,), one.astype(np.int64), one > 0, two.astype(np.float32), two.astype(np.int32)))
+        rollouts[-1].reward = reward
+    return Group(Visit(ordinal, 0, PROMPTS[ordinal]), rollouts)
+
+
+def test_the_chance_of_a_mixed_group_is_that_of_all_sequences_of_draws() -> None:
+    """By the rule of succession: the chance of a sequence is a product over its rollouts, one after the other."""
+    for a, b, size in ((0.3, 1.7, 2), (5.0, 2.5, 4), (1.0, 9.0, 6)):
+        mixed = 0.0
+        for rewards in itertools.product((0, 1), repeat=size):
+            chance, right, wrong = 1.0, a, b
+            for reward in rewards:
+                chance *= (right if reward else wrong) / (right + wrong)
+                right, wrong = right + reward, wrong + 1 - reward
+            mixed += chance * (0 < sum(rewards) < size)
+        assert mixed_probability(np.array([a]), np.array([b]), size) == pytest.approx([mixed], rel=1e-12)
+
+
+def test_who_is_always_or_never_solved_is_rolled_out_rarely_and_who_is_new_always() -> None:
+    chosen = selector()
+    assert (chosen.keep_probability(np.arange(2000)) == 1).all()
+    for _ in range(3):
+        for ordinal, rewards in ((0, [1.0] * 8), (1, [0.0] * 8), (2, [1.0, 0.0] * 4)):
+            chosen.observe(group(ordinal, rewards))
+    solved, never, half, new = chosen.keep_probability(np.array([0, 1, 2, 3]))
+    assert solved < 0.2
+    assert never < 0.2
+    assert half == new == 1
+    assert chosen.keep_probability(np.array([0]))[0] >= Posterior.floor
+
+
+def test_what_was_seen_is_forgotten_while_the_policy_changes() -> None:
+    chosen = selector(forget=0.5)
+    chosen.observe(group(0, [0.0] * 8))
+    before = chosen.posterior(np.array([0]))
+    for _ in range(10):
+        chosen.end_step()
+    a, b = chosen.posterior(np.array([0]))
+    assert b < before[1] - 6
+    assert a + b == pytest.approx(Posterior.strength + 8 * 0.5**10)
+    assert chosen.keep_probability(np.array([0]))[0] > 0.9
+
+
+def test_failed_and_undecided_rollouts_are_absent() -> None:
+    chosen = selector()
+    chosen.observe(group(0, [None, None, 1.0]))
+    assert not chosen.right_N.any()
+    chosen.observe(group(0, [None, 0.0, 1.0, 1.0]))
+    assert (chosen.right_N[0], chosen.wrong_N[0]) == (2, 1)
+
+
+def test_draws_follow_the_recorded_probabilities_and_do_not_depend_on_how_many_are_asked() -> None:
+    one, other = selector(seed=3), selector(seed=3)
+    for each in (one, other):
+        for ordinal in range(2000):
+            each.observe(group(ordinal, [1.0] * (ordinal % 5 + 1) + [0.0] * 0 if ordinal % 2 else [0.0, 1.0]))
+    p = one.keep_probability(np.arange(2000))
+    assert 0 < p.min() < p.max() == 1
+    visits = one.select(600)
+    parts = [visit for _ in range(6) for visit in other.select(100)]
+    assert [(v.number, v.verdict) for v in parts] == [(v.number, v.verdict) for v in visits]
+    for visit in visits:
+        expected = p[visit.prompt.ordinal] if visit.verdict.keep else 1 - p[visit.prompt.ordinal]
+        assert visit.verdict.probability == pytest.approx(expected)
+    drawn = np.array([v.verdict.keep for v in visits], float)
+    wanted = np.array([p[v.prompt.ordinal] for v in visits])
+    assert abs((drawn - wanted).sum()) < 4 * np.sqrt((wanted * (1 - wanted)).sum())
+
+
+def test_a_resume_goes_on_exactly() -> None:
+    whole, parts = selector(), selector()
+    rng = np.random.default_rng(0)
+    for step in range(6):
+        if step == 3:
+            saved = json.loads(json.dumps(parts.state_dict()))
+            parts = selector()
+            parts.load_state_dict(saved)
+        rewards = rng.integers(0, 2, (20, 4)).astype(float)
+        for each in (whole, parts):
+            for visit, row in zip([v for v in each.select(20) if v.verdict.keep], rewards, strict=True):
+                each.observe(group(visit.prompt.ordinal, row.tolist()))
+            each.metrics()
+            each.end_step()
+    assert whole.state_dict() == parts.state_dict()
+    assert whole.select(50) == parts.select(50)
+
+
+def test_metrics_compare_prediction_and_outcome() -> None:
+    chosen = Posterior().build(PROMPTS, 0, BY_REWARDS)
+    assert "posterior/brier" not in chosen.metrics()
+    chosen.observe(group(0, [1.0, 0.0]))
+    chosen.observe(group(1, [1.0, 1.0]))
+    found = chosen.metrics()
+    assert found["posterior/mixed"] == 0.5
+    assert 0 < found["posterior/predicted"] < 1
+    assert 0 < found["posterior/brier"] < 1
