@@ -26,7 +26,7 @@ from ..record.ledger_file import LEDGER
 from ..record.proof import FATES
 from ..record.stop_conditions import Limits
 from ..run.build import build_task
-from ..run.build_methods import build_methods
+from ..run.build_methods import Methods, build_methods
 from ..sampler.buffer import Buffer
 from ..sampler.scheduling import SyncPace
 from ..types import Group, Job, Prompt, Rollout
@@ -145,21 +145,7 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
         )
     signal, uses, started, step = Signal(), 0, time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as folder, Ledger.open(Path(folder) / LEDGER) as ledger:
-        ledger.judge = m.judge
-        buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry)
-        collector = Collector(
-            prompts={"train": task.train},
-            sampler=source,
-            selector=m.selector,
-            group_size=m.group_size,
-            filter=m.filter,
-            buffer=buffer,
-            pace=SyncPace(buffer, source, m.rollout_batch),
-            refill_round=max(m.rollout_batch.size, c.prompts_per_step),
-            ledger=ledger,
-            judge=m.judge,
-            limits=Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps),
-        )
+        collector = _collector(c, m, source, ledger, task.train)
         while step < c.max_steps and collector.stop is None:
             again = min(uses, _places(c))
             batch = collector.collect(step, again)
@@ -174,24 +160,46 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
             step += 1
             source.version = step
         collector.close(step, [])
-        totals = ledger.totals()
-        visits = ledger.verify().visits
-    tokens = {fate: int(totals[fate]["tokens"]) for fate in FATES if totals[fate]["tokens"]}
-    sampled, seconds = sum(tokens.values()), time.perf_counter() - started
-    per_token = signal.trained / max(1, sampled)
-    best = signal.oracle / max(1, step) / length
+        found = _account(ledger)
+    per_token, best = signal.trained / max(1, found["tokens"]), signal.oracle / max(1, step) / length
     return {
         "steps": step,
         "stopped": str(collector.stop or ""),
-        "visits": visits,
-        "rollouts": int(sum(totals[fate]["rollouts"] for fate in FATES)),
-        "tokens": sampled,
-        "tokens_by_fate": tokens,
+        **found,
         "signal_per_1000_tokens": 1000 * per_token,
         "oracle_per_1000_tokens": 1000 * best,
         "share_of_oracle": per_token / best if best else 0.0,
         "mean_rate": float(source.policy.rates().mean()),
-        "seconds": round(seconds, 2),
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def _collector(c: RunConfig, m: Methods, source: Rewards, ledger: Ledger, prompts: Sequence[Prompt]) -> Collector:
+    ledger.judge = m.judge
+    buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry)
+    return Collector(
+        prompts={"train": prompts},
+        sampler=source,
+        selector=m.selector,
+        group_size=m.group_size,
+        filter=m.filter,
+        buffer=buffer,
+        pace=SyncPace(buffer, source, m.rollout_batch),
+        refill_round=max(m.rollout_batch.size, c.prompts_per_step),
+        ledger=ledger,
+        judge=m.judge,
+        limits=Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps),
+    )
+
+
+def _account(ledger: Ledger) -> dict[str, Any]:
+    totals = ledger.totals()
+    tokens = {fate: int(totals[fate]["tokens"]) for fate in FATES if totals[fate]["tokens"]}
+    return {
+        "visits": ledger.verify().visits,
+        "rollouts": int(sum(totals[fate]["rollouts"] for fate in FATES)),
+        "tokens": sum(tokens.values()),
+        "tokens_by_fate": tokens,
     }
 
 

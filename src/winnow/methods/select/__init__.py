@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from ...types import Group, Visit
 from ..pass_rates import PassRate
 from .backoff import Backoff
+from .bayes import Bayes
 from .greso import Greso
 from .ordered import Ordered
 from .pass_rate import PassRate as PassRateBand
-from .posterior import Posterior
 from .uniform import Uniform
 
 
@@ -61,6 +61,6 @@ SELECTORS: dict[str, type] = {
     "greso": Greso,
     "backoff": Backoff,
     "pass_rate": PassRateBand,
-    "posterior": Posterior,
+    "bayes": Bayes,
 }
 """Name -> frozen dataclass of options with `build(prompts, seed, judge) -> Selector`."""

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from winnow.methods.group_kind import BY_REWARDS
-from winnow.methods.select.posterior import Posterior, PosteriorSelector, mixed_probability
+from winnow.methods.select.bayes import Bayes, BayesSelector, mixed_probability
 from winnow.types import Group, Prompt, Rollout, Visit
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(2000)]
 
 
-def selector(seed: int = 0, **options: float) -> PosteriorSelector:
-    return Posterior(**options).build(PROMPTS, seed)
+def selector(seed: int = 0, **options: float) -> BayesSelector:
+    return Bayes(**options).build(PROMPTS, seed)
 
 
 def group(ordinal: int, rewards: list[float | None]) -> Group:
@@ -51,7 +51,7 @@ def test_who_is_always_or_never_solved_is_rolled_out_rarely_and_who_is_new_alway
     assert solved < 0.2
     assert never < 0.2
     assert half == new == 1
-    assert chosen.keep_probability(np.array([0]))[0] >= Posterior.floor
+    assert chosen.keep_probability(np.array([0]))[0] >= Bayes.floor
 
 
 def test_what_was_seen_is_forgotten_while_the_policy_changes() -> None:
@@ -62,7 +62,7 @@ def test_what_was_seen_is_forgotten_while_the_policy_changes() -> None:
         chosen.end_step()
     a, b = chosen.posterior(np.array([0]))
     assert b < before[1] - 6
-    assert a + b == pytest.approx(Posterior.strength + 8 * 0.5**10)
+    assert a + b == pytest.approx(Bayes.strength + 8 * 0.5**10)
     assert chosen.keep_probability(np.array([0]))[0] > 0.9
 
 
@@ -111,11 +111,11 @@ def test_a_resume_goes_on_exactly() -> None:
 
 
 def test_metrics_compare_prediction_and_outcome() -> None:
-    chosen = Posterior().build(PROMPTS, 0, BY_REWARDS)
-    assert "posterior/brier" not in chosen.metrics()
+    chosen = Bayes().build(PROMPTS, 0, BY_REWARDS)
+    assert "bayes/brier" not in chosen.metrics()
     chosen.observe(group(0, [1.0, 0.0]))
     chosen.observe(group(1, [1.0, 1.0]))
     found = chosen.metrics()
-    assert found["posterior/mixed"] == 0.5
-    assert 0 < found["posterior/predicted"] < 1
-    assert 0 < found["posterior/brier"] < 1
+    assert found["bayes/mixed"] == 0.5
+    assert 0 < found["bayes/predicted"] < 1
+    assert 0 < found["bayes/brier"] < 1

@@ -38,7 +38,7 @@ def mixed_probability(a: np.ndarray, b: np.ndarray, size: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, config=CHECKED)
-class Posterior:
+class Bayes:
     """Roll out a prompt by the chance that its group is mixed, relative to a prompt never seen, to a power."""
 
     wants_signal: ClassVar[bool] = True
@@ -53,14 +53,14 @@ class Posterior:
     """Lowest probability to roll out a prompt."""
 
     def charts(self, name: str) -> list[Chart]:
-        lines = {"posterior/predicted": "predicted", "posterior/mixed": "found"}
+        lines = {"bayes/predicted": "predicted", "bayes/mixed": "found"}
         return [Chart("Mixed groups among those rolled out", lines, share=True)]
 
-    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> PosteriorSelector:
-        return PosteriorSelector(prompts, seed, self, judge)
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> BayesSelector:
+        return BayesSelector(prompts, seed, self, judge)
 
 
-class PosteriorState(StreamState):
+class BayesState(StreamState):
     right_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="right")
     wrong_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="wrong")
     seen_at_N: Annotated[np.ndarray, Packed("u4", "prompts")] = Field(alias="seen_at")
@@ -70,12 +70,12 @@ class PosteriorState(StreamState):
     all_rollouts: NonNegativeFloat
 
 
-class PosteriorSelector(StreamSelector):
+class BayesSelector(StreamSelector):
     """Selector by posterior. Twelve bytes per prompt and four for the order of the epoch."""
 
-    state_model: ClassVar[type[State]] = PosteriorState
+    state_model: ClassVar[type[State]] = BayesState
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, options: Posterior, judge: GroupJudge) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, options: Bayes, judge: GroupJudge) -> None:
         super().__init__(prompts, seed)
         self.options, self.judge = options, judge
         self.right_N = np.zeros(len(prompts), np.float32)
@@ -112,7 +112,7 @@ class PosteriorSelector(StreamSelector):
         if keep:
             return KEEP if p == 1 else Verdict(True, probability=p)
         a, b = (float(x[0]) for x in self.posterior(np.array([ordinal])))
-        return Verdict(False, f"posterior: a pass rate of about {a / (a + b):.2f}", 1 - p)
+        return Verdict(False, f"bayes: a pass rate of about {a / (a + b):.2f}", 1 - p)
 
     def observe(self, group: Group) -> None:
         """Count right and wrong rollouts; failed, pruned and undecided ones are absent."""
@@ -141,6 +141,6 @@ class PosteriorSelector(StreamSelector):
         found = super().metrics()
         if self._found:
             predicted, mixed = np.array(self._found).T
-            found["posterior/predicted"], found["posterior/mixed"] = float(predicted.mean()), float(mixed.mean())
-            found["posterior/brier"] = float(((predicted - mixed) ** 2).mean())
+            found["bayes/predicted"], found["bayes/mixed"] = float(predicted.mean()), float(mixed.mean())
+            found["bayes/brier"] = float(((predicted - mixed) ** 2).mean())
         return found
