@@ -33,3 +33,13 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = WarmStartConfig(max_steps=30, batch_size=32, warmup_steps=5, **sizes)
     warm_start(CountdownConfig(train_size=64, test_size=16).build(), path, config=config)
     return path
+
+
+@pytest.fixture(scope="module")
+def ranks(local_cluster: None) -> Iterator[Any]:
+    """Two, for one model after the other: they take seconds to start."""
+    from winnow.learner.fsdp.ranks import Ranks
+
+    found = Ranks(world=2, threads=1, num_gpus=0, timeout_s=120)
+    yield found
+    found.close()

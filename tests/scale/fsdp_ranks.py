@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 
 from winnow.config import RunConfig, validate
@@ -19,18 +17,9 @@ from winnow.study.warm_start import word_tokenizer
 
 from .. import parity
 from ..unit.learner_models import WORDS, llama, random_rows
-from .fsdp_ranks import FSDP, LOSSES, REWARD, config, policy, ranks
 
 REWARD = f"{parity.__file__}:parity_reward"
 FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
-
-
-@pytest.fixture(scope="module")
-def ranks(local_cluster: None) -> Iterator[Ranks]:
-    """Two, for one model after the other: they take seconds to start."""
-    found = Ranks(world=2, threads=1, num_gpus=0, timeout_s=120)
-    yield found
-    found.close()
 
 
 def over(ranks: Ranks, policy: Policy, **changes: Any) -> FsdpLearner:

@@ -132,8 +132,8 @@ def on_ranks(ranks: Ranks, act: Any) -> list[Any]:
     return ray.get([actor.__ray_call__.remote(act) for actor in ranks._actors], timeout=60)
 
 
-MANY = 800
-"""Rows that two ranks take some ten seconds for."""
+MANY = 2400
+"""Rows that two ranks take ten seconds or more for."""
 
 
 def test_a_frozen_rank_is_named_alone_and_a_long_call_is_none(local_cluster: None) -> None:

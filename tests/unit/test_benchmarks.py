@@ -23,6 +23,7 @@ SCRIPTS = [path.stem for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" i
 OPTIONAL = {"trl", "datasets", "ray", "vllm", "psutil", "matplotlib"}
 """Packages that a script may need and an environment may not have."""
 FAMILIES = {
+    "thrifty": ("thrifty.json", "claims.md"),
     "selection": ("claims.json", "claims.md"),
     "gate": ("gate_claims.json", "claims.md"),
     "arrol": ("arrol_claims.json", "claims.md"),

@@ -60,7 +60,7 @@ def test_read_profile_keeps_order_and_odd_ids(tmp_path: Path) -> None:
         ({"mean_reward": "0.5"}, "mean_reward: Input should be a valid number"),
         ({"id": ""}, "id: String should have at least 1 character"),
         ({"id": 7}, "id: Input should be a valid string"),
-        ({"rate": 0.2}, "rate: Unexpected keyword argument"),
+        ({"rate": 0.2}, "unknown key 'rate'. Known: correct, id"),
     ],
 )
 def test_a_bad_value_names_file_line_and_key(tmp_path: Path, change: dict[str, Any], message: str) -> None:
