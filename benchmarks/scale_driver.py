@@ -37,14 +37,12 @@ from winnow.collect import Collector
 from winnow.config import validate
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import Limits
-from winnow.run.build_methods import build_methods
+from winnow.run.build_methods import build_collector, build_methods
 from winnow.sampler import SamplerContext, pool
 from winnow.sampler.base import PoolOptions
-from winnow.sampler.buffer import Buffer
 from winnow.sampler.codec import group_from, group_state
 from winnow.sampler.handle import Inbox, Message
 from winnow.sampler.pool import SamplerPool
-from winnow.sampler.scheduling import AsyncPace
 from winnow.study.warm_start import word_tokenizer
 from winnow.types import Group, Prompt, Rollout, Turn, Visit
 
@@ -193,22 +191,8 @@ def collector_of(
     options = PoolOptions(samplers=samplers, timeout_s=1e9)
     sampler = SamplerPool(options, context, Nowhere(), lambda inbox: Channel(inbox, simulated))
     methods = build_methods(c, PROMPTS)
-    buffer = Buffer(a_step, max_lag, carry=True)
-    ledger = Ledger.open(folder / "ledger.sqlite")
-    ledger.judge = methods.judge
-    collector = Collector(
-        prompts={"train": PROMPTS},
-        sampler=sampler,
-        selector=methods.selector,
-        group_size=methods.group_size,
-        filter=methods.filter,
-        buffer=buffer,
-        pace=AsyncPace(buffer, sampler),
-        refill_round=buffer.prompts_per_step,
-        ledger=ledger,
-        judge=methods.judge,
-        limits=Limits(10**9, 1.0, 10**9),
-    )
+    ledger, limits = Ledger.open(folder / "ledger.sqlite"), Limits(10**9, 1.0, 10**9)
+    collector = build_collector(c, methods, sampler, ledger, {"train": PROMPTS}, asynchronous=True, limits=limits)
     poll = sampler.poll
     sampler.poll = lambda: (simulated.answer(polled), poll())[1]  # type: ignore[method-assign]
     pool.group_from = group_from

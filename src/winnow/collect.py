@@ -29,6 +29,7 @@ from .record.failures import FailureWatch, cause_of
 from .record.ledger import Ledger
 from .record.step_metrics import Tally
 from .record.stop_conditions import Limits, RunStoppedError, StopConditions
+from .reuse import Reuse, UsedState
 from .sampler.base import GroupSource
 from .sampler.buffer import Buffer
 from .sampler.codec import Prompts, group_from, group_state, visit_from, visit_state
@@ -38,9 +39,15 @@ from .types import Fate, Group, Job, Purpose, Visit
 
 class Batch(NamedTuple):
     groups: list[Group]
-    """Groups to train on."""
+    """New groups to train on."""
     finished: list[Group]
     """Every group that finished while the batch was collected."""
+    again: Sequence[Group] = ()
+    """Groups that were trained before and join the update."""
+
+    @property
+    def trained_on(self) -> list[Group]:
+        return [*self.groups, *self.again]
 
 
 class CollectorState(State):
@@ -57,6 +64,8 @@ class CollectorState(State):
     filter: dict[str, Any] | None = None
     """Absent from those of version 0.2."""
     gates: dict[str, dict[str, Any]]
+    reuse: list[UsedState] | None = None
+    """Absent without `reuse`."""
 
 
 class LoopState(CollectorState):
@@ -64,8 +73,6 @@ class LoopState(CollectorState):
 
     step: Count
     step_scale: dict[str, Any]
-    reuse: list[dict[str, Any]] | None = None
-    """Absent without `reuse`."""
 
 
 _GROUPS: TypeAdapter[list[Group]] = TypeAdapter(list[Group], config=STRICT)
@@ -90,6 +97,7 @@ class Collector:
     limits: Limits
     gates: dict[str, Gate] = field(default_factory=dict)
     """Gates by name."""
+    reuse: Reuse | None = None
 
     def __post_init__(self) -> None:
         self.num_tokens = 0
@@ -106,21 +114,32 @@ class Collector:
         self._reported: set[str] = set()
         """Reported causes of steps that trained nothing."""
         self._nothing_left = False
+        if self.reuse is not None:
+            self.buffer.fewest = self.reuse.fewest_fresh
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
-    def collect(self, step: int, reused: int = 0) -> Batch:
-        """Return the batch for the optimizer step from version `step`; empty when no progress is possible.
-
-        `reused`: groups that take the place of fresh ones.
-        """
-        self.buffer.wanted = self.buffer.prompts_per_step - reused
+    def collect(self, step: int) -> Batch:
+        """Return the batch for the optimizer step from version `step`; empty when no progress is possible."""
         self.tally = Tally(self.judge)
+        again = self._again(step)
+        self.buffer.wanted = self.buffer.prompts_per_step - len(again)
         with self.tally.phase("generate"):
-            batch = self._collect(step)
+            batch = self._collect(step)._replace(again=again)
         if self.stop is not None and not batch.groups:
             self.num_tokens += sum(self.tally.lengths)
         return batch
+
+    def _again(self, step: int) -> list[Group]:
+        """Return the groups that take the place of new ones; book the rollouts of their audit."""
+        if self.reuse is None:
+            return []
+        with self.tally.phase("reuse"):
+            again = self.reuse.for_step(step)
+        if audited := self.reuse.audited:
+            tokens, seconds = sum(int(r.action_mask.sum()) for r in audited), sum(r.seconds for r in audited)
+            self.ledger.evaluation(step, len(audited), tokens, seconds)
+        return again
 
     def trained(self, step: int, groups: list[Group], update: Mapping[str, float]) -> None:
         """Book a batch after its optimizer step; filter and gates learn. `update`: metrics, including `updated`."""
@@ -131,6 +150,8 @@ class Collector:
                 reason = "no group of the batch had a signal; the optimizer step was skipped"
                 self._book(step, group, Fate.FILTERED, reason)
         failpoint("trained")
+        if self.reuse is not None and update["updated"]:
+            self.reuse.trained(groups)
         useless = self._useful.of_step(step, groups, update, self.tally)
         self._untrained = self._useful.untrained(groups, update, self.tally)
         self.stop = self.stop or useless
@@ -146,6 +167,7 @@ class Collector:
         self.num_tokens += self.tally.sampled_tokens
         metrics |= {"step": step + 1, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
         metrics |= {**update, **self._learned, **self.selector.metrics()}
+        metrics |= {} if self.reuse is None else self.reuse.metrics
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
         self.group_size.observe(metrics)
@@ -277,6 +299,7 @@ class Collector:
             "group_size": self.group_size.state_dict(),
             "filter": self.filter.state_dict(),
             "gates": {name: gate.state_dict() for name, gate in self.gates.items()},
+            "reuse": None if self.reuse is None else self.reuse.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | CollectorState) -> None:
@@ -287,11 +310,12 @@ class Collector:
         if not self.judge.success.declared:
             self.judge.success.undecided = self.judge.success.undecided or saved.undecided
         with at("waiting"):
-            groups = [group_from(waiting, self.prompts) for waiting in saved.waiting]
-            _GROUPS.validate_python(groups)
-            for group in groups:
-                _require_possible(group)
+            for group in self._groups_of(saved.waiting):
                 self.buffer.add(group)
+        if self.reuse is not None and saved.reuse is not None:
+            with at("reuse"):
+                groups = self._groups_of([used.group for used in saved.reuse])
+                self.reuse.load(groups, [used.uses for used in saved.reuse])
         self.buffer.spent = saved.spent
         with at("selector"):
             self.selector.load_state_dict(saved.selector)
@@ -303,6 +327,18 @@ class Collector:
         for name, gate in self.gates.items():
             with at(f"gates.{name}"):
                 gate.load_state_dict(saved.gates[name])
+
+    def _groups_of(self, states: Sequence[Mapping[str, Any]]) -> list[Group]:
+        """Decode groups of a checkpoint. Raises ValueError on one that no run can have sampled."""
+        groups = [group_from(state, self.prompts) for state in states]
+        _GROUPS.validate_python(groups)
+        for group in groups:
+            _require_possible(group)
+        return groups
+
+    def kept_groups(self) -> list[Group]:
+        """Return the finished groups that may still be trained."""
+        return [*self.buffer.groups, *([] if self.reuse is None else [used.group for used in self.reuse.groups])]
 
     def relaunch(self, in_flight: Sequence[tuple[list[Any], int]]) -> None:
         """Relaunch the groups that were in flight; they stay booked as dispatched."""

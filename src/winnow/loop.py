@@ -19,7 +19,6 @@ from .learner.base import Learner
 from .learner.step import OptimizerStep
 from .methods.gate.audit import rules_of
 from .record.stop_conditions import RunStoppedError, memory_errors
-from .reuse import Reuse
 from .rollout.evaluate import Evaluation
 from .sampler import Sampler, SamplersLostError
 from .types import Group
@@ -52,7 +51,6 @@ class Loop:
     learner: Learner
     optimizer_step: OptimizerStep
     hooks: Hooks
-    reuse: Reuse | None = None
     step: int = 0
     """Updates published so far, which is also the policy version."""
 
@@ -77,31 +75,18 @@ class Loop:
     def one_step(self) -> None:
         """Collect a batch, update, publish, evaluate, record."""
         self.hooks.begin(self.step)
-        again = self._again()
-        batch = self.collector.collect(self.step, len(again))
+        batch = self.collector.collect(self.step)
         if not batch.groups and self.collector.stop is not None:
             return  # nothing to train on: this is not a step
         with self.collector.tally.phase("update"):
             self.sampler.make_room()
-            update = self.optimizer_step([*batch.groups, *again], self.step)
-        self._complete(batch, again, update)
+            update = self.optimizer_step(batch.trained_on, self.step)
+        self._complete(batch, update)
 
-    def _again(self) -> list[Group]:
-        """Return the groups that were trained before and join this update; book the rollouts of their audit."""
-        if self.reuse is None:
-            return []
-        again = self.reuse.for_step(self.step)
-        if audited := self.reuse.audited:
-            tokens, seconds = sum(int(r.action_mask.sum()) for r in audited), sum(r.seconds for r in audited)
-            self.collector.ledger.evaluation(self.step, len(audited), tokens, seconds)
-        return again
-
-    def _complete(self, batch: Batch, again: list[Group], update: dict[str, float]) -> None:
+    def _complete(self, batch: Batch, update: dict[str, float]) -> None:
         collector, tally = self.collector, self.collector.tally
         with tally.phase("publish"):
             collector.trained(self.step, batch.groups, update)
-            if self.reuse is not None:
-                update |= self.reuse.trained(batch.groups, again)
         self.step += 1
         evaluation = None
         try:
@@ -116,7 +101,7 @@ class Loop:
             self._stop(error)
         evaluated = {} if evaluation is None else {f"eval/{name}": x for name, x in evaluation.metrics.items()}
         elsewhere = update | self.sampler.metrics() | self.learner.metrics() | evaluated
-        metrics = collector.end_step(self.step - 1, [*batch.groups, *again], elsewhere)
+        metrics = collector.end_step(self.step - 1, batch.trained_on, elsewhere)
         self.hooks.record(self.step, metrics, batch.finished)
         for message in collector.warnings(batch.finished):
             self.hooks.warn(self.step, message)
@@ -140,9 +125,7 @@ class Loop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint state other than weights, optimizer and ledger."""
-        reuse = None if self.reuse is None else self.reuse.state_dict()
-        own = {"step": self.step, "step_scale": self.optimizer_step.scale.state_dict(), "reuse": reuse}
-        return own | self.collector.state_dict()
+        return {"step": self.step, "step_scale": self.optimizer_step.scale.state_dict()} | self.collector.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Raises ValueError on one that this configuration cannot have."""
@@ -151,9 +134,6 @@ class Loop:
         self.collector.load_state_dict(saved)
         with at("step_scale"):
             self.optimizer_step.scale.load_state_dict(saved.step_scale)
-        if self.reuse is not None and saved.reuse is not None:
-            with at("reuse"):
-                self.reuse.load_state_dict(saved.reuse, self.collector.prompts)
 
     def _stop(self, error: Exception) -> None:
         self.collector.stop = RunStoppedError(f"step {self.step}: {error}")

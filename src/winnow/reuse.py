@@ -11,7 +11,7 @@ An audit rolls out the prompts of some groups once more and compares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -28,11 +28,13 @@ from .learner.off_policy import ess_ratio, log_weights
 from .learner.rows import rows_of_rollout
 from .methods.group_kind import GroupJudge
 from .sampler.buffer import oldest_version
-from .sampler.codec import Prompts, group_from, group_state
-from .types import Group, Job, Purpose, Rollout, Visit
+from .sampler.codec import group_state
+from .types import Group, Job, Rollout, Visit
 
 REUSE_STREAM = 9
 RollOut = Callable[[Sequence[Job]], list[Group]]
+LogRatios = Callable[[Sequence[Group]], list[np.ndarray]]
+"""Returns log(current policy / sampler) of each rewarded rollout, float64, an array a group."""
 
 
 class UsedState(State):
@@ -58,8 +60,8 @@ class Reuse:
     config: ReuseConfig
     prompts_per_step: int
     seed: int
-    learner: Learner
     judge: GroupJudge
+    log_ratios: LogRatios
     roll_out: RollOut
     """Runs jobs under the current policy."""
     groups: list[Used] = field(default_factory=list)
@@ -67,19 +69,18 @@ class Reuse:
     """Metrics of the step."""
     audited: list[Rollout] = field(default_factory=list)
     """Rollouts that the audit of the step took."""
+    joined: list[Used] = field(default_factory=list)
+    """Groups of the current update."""
 
     @property
     def fewest_fresh(self) -> int:
-        """Fresh groups of a batch in which every other one is reused."""
+        """New groups of a batch in which every other one is reused."""
         return -(-self.prompts_per_step // self.config.updates)
 
     def for_step(self, version: int) -> list[Group]:
-        """Return the groups that join the update from policy `version`; those that may no longer leave.
-
-        One forward pass over all that wait.
-        """
+        """Return the groups that join the update from policy `version`; drop those that no longer may."""
         young = [used for used in self.groups if used.age(version) <= self.config.max_age]
-        log_w = log_ratios([used.group for used in young], self.learner)
+        log_w = self.log_ratios([used.group for used in young])
         ess = [_ess(log_w_G) for log_w_G in log_w]
         stays = [share >= self.config.min_ess for share in ess]
         self.metrics = {
@@ -94,17 +95,16 @@ class Reuse:
         # The least used first, or the same groups would be trained several times in a row.
         near.sort(key=lambda each: each[0].uses)
         joining = near[: self.prompts_per_step - self.fewest_fresh]
-        self.metrics |= _figures([used for used, _ in joining], version)
+        self.joined = [used for used, _ in joining]
+        self.metrics |= _figures(self.joined, version)
         self._audit([(used.group, log_w_G) for used, log_w_G in joining], version)
-        return [used.group for used, _ in joining]
+        return [used.group for used in self.joined]
 
     def _audit(self, joining: Sequence[tuple[Group, np.ndarray]], version: int) -> None:
         """Roll out a share of the prompts once more; compare the mean reward with that by importance ratios."""
         self.audited = []
-        drawn = (
-            np.random.default_rng(noise_key(self.seed, REUSE_STREAM, version)).random(len(joining)) < self.config.audit
-        )
-        chosen = [each for each, audit in zip(joining, drawn, strict=True) if audit]
+        draws = np.random.default_rng(noise_key(self.seed, REUSE_STREAM, version)).random(len(joining))
+        chosen = [each for each, draw in zip(joining, draws, strict=True) if draw < self.config.audit]
         if not chosen:
             return
         visits = [Visit(number, version, group.visit.prompt) for number, (group, _) in enumerate(chosen)]
@@ -119,28 +119,25 @@ class Reuse:
         if gaps:
             self.metrics |= {"reuse/audit/groups": float(len(gaps)), "reuse/audit/bias": float(np.mean(gaps))}
 
-    def trained(self, fresh: Sequence[Group], again: Sequence[Group]) -> dict[str, float]:
-        """Count an update on new groups and on those that joined it; return the metrics of the step."""
-        joined = {group.visit.number for group in again}
-        for used in self.groups:
-            used.uses += used.group.visit.number in joined
+    def trained(self, fresh: Sequence[Group]) -> None:
+        """Count the update on new groups and on those that joined it."""
+        for used in self.joined:
+            used.uses += 1
         self.groups = [used for used in self.groups if used.uses < self.config.updates]
         self.groups += [Used(group, 1) for group in fresh if self.judge.teaches(group)]
-        return self.metrics
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [{"group": group_state(used.group), "uses": used.uses} for used in self.groups]
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]], prompts: Mapping[Purpose, Prompts]) -> None:
-        """Restore a state. Raises ValueError on one that this configuration cannot have."""
-        saved = [UsedState.of(each) for each in state]
-        if any(each.uses >= self.config.updates for each in saved):
+    def load(self, groups: Sequence[Group], uses: Sequence[int]) -> None:
+        """Take over the groups of a state. Raises ValueError on counts that this configuration cannot have."""
+        if any(count >= self.config.updates for count in uses):
             raise ValueError(f"a group was used as often as reuse.updates={self.config.updates} allows, or more")
-        self.groups = [Used(group_from(each.group, prompts), each.uses) for each in saved]
+        self.groups = [Used(group, count) for group, count in zip(groups, uses, strict=True)]
 
 
 def log_ratios(groups: Sequence[Group], learner: Learner) -> list[np.ndarray]:
-    """Return log(current policy / sampler) of each rewarded rollout, float64, an array a group."""
+    """Return `LogRatios` under a learner's policy. One forward pass."""
     rollouts = [_rewarded(group) for group in groups]
     every = list(chain.from_iterable(rollouts))
     rows = [row for number, rollout in enumerate(every) for row in rows_of_rollout(rollout, number=number)]

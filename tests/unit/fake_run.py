@@ -9,14 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from winnow.collect import Collector
 from winnow.config import RunConfig, validate
 from winnow.loop import Hooks, Loop
 from winnow.record.ledger import Ledger
-from winnow.record.stop_conditions import Limits
-from winnow.run.build_methods import build_methods
-from winnow.sampler.buffer import Buffer
-from winnow.sampler.scheduling import SyncPace
+from winnow.run.build_methods import build_collector, build_methods
 from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Verdict, Visit
 
 Outcome = list[float | None] | Verdict
@@ -103,28 +99,15 @@ class FakeRun:
         self, path: Path, outcome: Callable[[Visit, int], Outcome], config: dict[str, Any], prompts: int = 40
     ) -> None:
         c: RunConfig = validate({"model": "none", "env": "none"} | config)
+        self.config = c
         self.prompts = [Prompt(f"p{i}", i, text="") for i in range(prompts)]
         self.methods = build_methods(c, self.prompts)
         self.sampler, self.update = FakeSampler(outcome), FakeStep()
         self.ledger = Ledger.open(path)
-        self.ledger.judge = self.methods.judge
         self.ledger.set_meta("max_lag", str(c.max_lag))
         self.metrics: list[dict[str, float]] = []
         m = self.methods
-        buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry)
-        self.collector = Collector(
-            prompts={"train": self.prompts},
-            sampler=self.sampler,
-            selector=m.selector,
-            group_size=m.group_size,
-            filter=m.filter,
-            buffer=buffer,
-            pace=SyncPace(buffer, self.sampler, m.rollout_batch),  # type: ignore[arg-type]
-            refill_round=max(m.rollout_batch.size, c.prompts_per_step),
-            ledger=self.ledger,
-            judge=m.judge,
-            limits=Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps),
-        )
+        self.collector = build_collector(c, m, self.sampler, self.ledger, {"train": self.prompts})
         hooks = Hooks(
             published=lambda step: None,
             evaluate=lambda step: None,

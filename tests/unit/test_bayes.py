@@ -74,6 +74,16 @@ def test_failed_and_undecided_rollouts_are_absent() -> None:
     assert (chosen.right_N[0], chosen.wrong_N[0]) == (2, 1)
 
 
+def test_a_group_whose_rewards_differ_teaches_though_none_is_right() -> None:
+    chosen = selector()
+    for _ in range(3):
+        chosen.observe(group(0, [0.1, 0.3, 0.1, 0.0]))
+        chosen.observe(group(1, [0.1] * 4))
+    partly, equal = chosen.keep_probability(np.array([0, 1]))
+    assert partly == 1
+    assert equal < 0.3
+
+
 def test_draws_follow_the_recorded_probabilities_and_do_not_depend_on_how_many_are_asked() -> None:
     one, other = selector(seed=3), selector(seed=3)
     for each in (one, other):

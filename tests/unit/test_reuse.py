@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from winnow import Trainer
-from winnow.config import ConfigError
+from winnow.base.state import at
+from winnow.config import ConfigError, ReuseConfig
 from winnow.learner.base import Learner
 from winnow.record.ledger import Ledger
 from winnow.reuse import Reuse, _ess, log_ratios
+from winnow.run.build_methods import build_collector
 
 from .. import parity
 from ..builders.runs import assert_clean, fingerprint
+from .fake_run import FakeRun
 
 Metrics = list[dict[str, float]]
 
@@ -104,7 +107,7 @@ def test_the_effective_sample_size_of_a_group(tiny_config: dict[str, Any]) -> No
     )
     trainer = Trainer(config=values)
     trainer.train()
-    reuse = trainer._session.loop.reuse  # type: ignore[union-attr]
+    reuse = trainer._session.loop.collector.reuse  # type: ignore[union-attr]
     assert isinstance(reuse, Reuse)
     groups = [used.group for used in reuse.groups]
     assert len(groups) > 2
@@ -125,8 +128,49 @@ def by_hand(group: Any, learner: Learner) -> float:
     return sum(w) ** 2 / (len(w) * sum(x * x for x in w))
 
 
+def test_a_step_that_was_skipped_uses_nothing(tmp_path: Path) -> None:
+    """Its groups are booked as filtered, so they may not come back as trained ones."""
+    run = FakeRun(tmp_path / "l.sqlite", lambda visit, size: [0.0, 1.0], {"prompts_per_step": 4, "num_generations": 2})
+    options = ReuseConfig(updates=2)
+    reuse = Reuse(options, 4, 0, run.methods.judge, lambda groups: [np.zeros(2) for _ in groups], lambda jobs: [])
+    prompts = {"train": run.prompts}
+    collector = build_collector(run.config, run.methods, run.sampler, run.ledger, prompts, reuse=reuse)
+    for step, updated in enumerate((0.0, 1.0)):
+        batch = collector.collect(step)
+        assert not batch.again
+        collector.trained(step, batch.groups, {"updated": updated})
+        assert len(reuse.groups) == 4 * updated
+        assert "seconds/reuse" in collector.end_step(step, batch.trained_on, {})
+        run.sampler.version = step + 1
+    batch = collector.collect(2)
+    assert (len(batch.groups), len(batch.again)) == (2, 2)
+
+
+def test_a_state_that_no_run_can_have_is_refused(tiny_config: dict[str, Any]) -> None:
+    values = tiny_config | {"reward_funcs": [REWARD], "correction": "truncate", "reuse": {"updates": 4}, "max_steps": 2}
+    trainer = Trainer(config=values)
+    trainer.train()
+    collector = trainer._session.loop.collector  # type: ignore[union-attr]
+    for change, message in (
+        ({"uses": 9}, r"reuse: a group was used as often as reuse.updates=4 allows"),
+        ({"uses": 0}, r"reuse\.0\.uses: Input should be greater than 0"),
+        ({"group": {}}, "reuse: KeyError"),
+    ):
+        state = collector.state_dict()
+        state["reuse"][0] |= change
+        with pytest.raises(ValueError, match=message), at("loop"):
+            collector.load_state_dict(state)
+
+
 def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"reuse: .* set correction: truncate"):
         Trainer(config=tiny_config | {"reuse": {"updates": 2}})
+    more = {
+        "correction": "truncate",
+        "filter": "zero_variance",
+        "rollout_batch": {"name": "fixed", "surplus": "discard"},
+    }
+    with pytest.raises(ConfigError, match="rollout_batch: with reuse a batch wants few new groups"):
+        Trainer(config=tiny_config | more | {"reuse": {"updates": 2}, "reward_funcs": [REWARD]})
     with pytest.raises(ConfigError, match=r"reuse.updates: .*greater than or equal to 2"):
         Trainer(config=tiny_config | {"reuse": {"updates": 1}, "correction": "truncate"})

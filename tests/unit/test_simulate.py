@@ -98,6 +98,9 @@ def test_what_it_cannot_simulate_is_refused(profile: Path, tmp_path: Path) -> No
         simulate(config(gates=["arrol"]), profile)
     with pytest.raises(ConfigError, match="advantage: remax needs a greedy rollout"):
         simulate(config(advantage="remax"), profile)
+    refreshed = {"name": "pass_rate", "profile": str(profile), "refresh_steps": 5}
+    with pytest.raises(ConfigError, match="selector: it asks for new pass rates"):
+        simulate(config(selector=refreshed), profile)
     (tmp_path / "other.jsonl").write_text(PassRate("other", 4, 2, 0.5).line() + "\n")
     with pytest.raises(ConfigError, match="rates: the profile has none of the task's training prompts"):
         simulate(config(), tmp_path / "other.jsonl")

@@ -34,7 +34,7 @@ def test_rollouts_with_an_environment(tokenizer):
 
 
 def test_a_rollout_that_is_truncated_gets_the_reward_of_its_environment_too(tokenizer):
-    """As in TRL, which asks every environment; a reward function beside it would be asked of these alone."""
+    """As in TRL, which asks every environment; a reward function would be asked for these alone."""
     task = with_tools(OneTurn({"start": 1}), environment_factory=Counter, timeout_s=5.0)
     script = [["no"], ["w " * 200], [call("increment", by=4), "w " * 200]]
     for funcs in ([], [lambda completions, **_: [50.0] * len(completions)]):

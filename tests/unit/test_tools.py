@@ -299,7 +299,7 @@ def test_fingerprint_follows_the_tools():
 
 
 def test_reward_functions_that_no_environment_would_ask_are_refused(tmp_path, tiny_config):
-    """Beside them, one environment without a reward of its own is enough."""
+    """They are accepted where one of several environments has no reward of its own."""
     only = with_tools(OneTurn(), environment_factory=Counter)
     mixed = with_tools(OneTurn({"environment": "b"}), environment_factory={"a": Counter, "b": Silent})
     assert only.rewards_itself

@@ -22,12 +22,10 @@ from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger
 from ..record.records import CHARTS, CONFIG, LEDGER, Records, RunDirectoryError
 from ..record.stop_conditions import Limits
-from ..run.build_methods import method_charts, step_options
+from ..run.build_methods import build_collector, method_charts, step_options
 from ..run.checkpoint import load_state_in_trl, understood
 from ..run.preflight import MAY_CHANGE_ON_RESUME, refuse_used_directory
-from ..sampler.buffer import Buffer
 from ..sampler.codec import prompts_of
-from ..sampler.scheduling import SyncPace
 from ..types import Fate, Group, Rollout
 from .trl_batch import Tensors, batch_of, widened
 from .trl_config import ENDLESS, methods_of
@@ -170,23 +168,11 @@ class LoopInTrl:
             ledger.set_meta("success", str(m.judge.success))
             ledger.set_meta("finished", "false")
         self._records = Records(self.run_dir, c, (state or {}).get("offsets"), tokenizer=self._trainer._tokenizer)
-        buffer = Buffer(c.prompts_per_step, 0)
         no_fault = frozenset() if "max_failed_share" in c.model_fields_set else frozenset({NO_REWARD})
         masks = c.mask_truncated_completions
-        self._collector = Collector(
-            prompts=prompts_of(self._task),
-            sampler=self._sampler,
-            selector=m.selector,
-            group_size=m.group_size,
-            filter=m.filter,
-            buffer=buffer,
-            pace=SyncPace(buffer, self._sampler, m.rollout_batch),
-            refill_round=max(m.rollout_batch.size, c.prompts_per_step),
-            ledger=ledger,
-            judge=m.judge,
-            limits=Limits(ENDLESS, c.max_failed_share, c.max_skipped_steps, masks, no_fault),
-            gates=m.gates,
-        )
+        limits = Limits(ENDLESS, c.max_failed_share, c.max_skipped_steps, masks, no_fault)
+        prompts = prompts_of(self._task)
+        self._collector = build_collector(c, m, self._sampler, ledger, prompts, limits=limits)
         if state is not None:
             with understood(self._resumed_from), at("loop"):
                 self._load(LoopState.of(state["loop"]))

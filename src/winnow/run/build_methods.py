@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from ..collect import Collector
 from ..config import CLIPPING, AuditConfig, ConfigError, RunConfig, method, name_of, suggestion
 from ..learner.step import StepOptions
 from ..methods.advantage import Advantage
@@ -22,7 +23,14 @@ from ..methods.select import Selector
 from ..methods.select.audit import AuditedSelector
 from ..methods.size import GroupSize, RolloutBatch
 from ..methods.success import Success, default_success
-from ..types import Prompt
+from ..record.ledger import Ledger
+from ..record.stop_conditions import Limits
+from ..reuse import Reuse
+from ..sampler.base import GroupSource
+from ..sampler.buffer import Buffer
+from ..sampler.codec import Prompts
+from ..sampler.scheduling import AsyncPace, SyncPace
+from ..types import Prompt, Purpose
 from .catalogue import METHOD_TABLES
 
 
@@ -230,3 +238,34 @@ def build_loss(c: RunConfig) -> LossConfig:
             "policy_loss: plain does not correct for it; set correction: truncate, or policy_loss: clip"
         )
     return loss
+
+
+def build_collector(
+    c: RunConfig,
+    m: Methods,
+    sampler: GroupSource,
+    ledger: Ledger,
+    prompts: Mapping[Purpose, Prompts],
+    *,
+    asynchronous: bool = False,
+    limits: Limits | None = None,
+    reuse: Reuse | None = None,
+) -> Collector:
+    """Build the collector of a run. `limits`: by default the configuration's."""
+    ledger.judge = m.judge
+    buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or asynchronous)
+    return Collector(
+        prompts=prompts,
+        sampler=sampler,
+        selector=m.selector,
+        group_size=m.group_size,
+        filter=m.filter,
+        buffer=buffer,
+        pace=AsyncPace(buffer, sampler) if asynchronous else SyncPace(buffer, sampler, m.rollout_batch),
+        refill_round=max(m.rollout_batch.size, c.prompts_per_step),
+        ledger=ledger,
+        judge=m.judge,
+        limits=limits or Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions),
+        gates=m.gates,
+        reuse=reuse,
+    )

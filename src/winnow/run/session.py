@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
 from ..base.memory import heap_frozen
 from ..base.state import at
-from ..collect import Collector
 from ..config import ConfigError, as_saved
 from ..env.base import Task
 from ..learner.step import OptimizerStep
@@ -25,20 +25,18 @@ from ..loop import Hooks, Loop
 from ..record.ledger import Ledger
 from ..record.progress import Display
 from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, read_metrics
-from ..record.stop_conditions import Limits, RunStoppedError, TaskSolvedError
+from ..record.stop_conditions import RunStoppedError, TaskSolvedError
 from ..record.watchdogs import Watchdogs, first_gap
-from ..reuse import Reuse
+from ..reuse import Reuse, log_ratios
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.profile import Profiler
 from ..sampler import SamplersLostError, sampler_options
 from ..sampler.base import SamplerRefusedError
-from ..sampler.buffer import Buffer
 from ..sampler.codec import prompts_of
-from ..sampler.scheduling import AsyncPace, SyncPace
 from ..types import Group
 from . import checkpoint
 from .assembly import Assembly
-from .build_methods import method_charts, step_options
+from .build_methods import build_collector, method_charts, step_options
 from .callbacks import Callbacks
 from .hub import push_if_due
 from .interrupt import StopSignals
@@ -137,23 +135,13 @@ class Session:
 
     def _loop(self) -> Loop:
         c, m, built = self.config, self.built.methods, self.built
-        self.ledger.judge = m.judge
+        reuse = None
+        if c.reuse is not None:
+            ratios = partial(log_ratios, learner=built.learner)
+            reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, m.judge, ratios, built.sampler.run)
         asynchronous = "asynchronous" in sampler_options(c.sync).provides
-        buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or asynchronous)
-        collector = Collector(
-            prompts=prompts_of(built.task),
-            sampler=built.sampler,
-            selector=m.selector,
-            group_size=m.group_size,
-            filter=m.filter,
-            buffer=buffer,
-            pace=AsyncPace(buffer, built.sampler) if asynchronous else SyncPace(buffer, built.sampler, m.rollout_batch),
-            refill_round=max(m.rollout_batch.size, c.prompts_per_step),
-            ledger=self.ledger,
-            judge=m.judge,
-            limits=Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions),
-            gates=m.gates,
-        )
+        prompts = prompts_of(built.task)
+        collector = build_collector(c, m, built.sampler, self.ledger, prompts, asynchronous=asynchronous, reuse=reuse)
         step = OptimizerStep(built.learner, m.advantage, m.loss, m.step_scale, step_options(c))
         hooks = Hooks(
             begin=lambda step: self._notify("on_step_begin"),
@@ -165,11 +153,7 @@ class Session:
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
             warn=self._warn,
         )
-        reuse = None
-        if c.reuse is not None:
-            reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, built.learner, m.judge, built.sampler.run)
-            buffer.fewest = reuse.fewest_fresh
-        return Loop(collector, built.sampler, built.learner, step, hooks, reuse)
+        return Loop(collector, built.sampler, built.learner, step, hooks)
 
     def _start_sampler(self) -> None:
         """Publish the first weights and rules. Samplers with their own engines are compared with the learner here."""
@@ -190,7 +174,7 @@ class Session:
                 )
         with checkpoint.understood(found / checkpoint.STATE), at("loop"):
             self.loop.load_state_dict(state["loop"])
-            for rollout in (r for group in self.loop.collector.buffer.groups for r in group.rollouts):
+            for rollout in (r for group in self.loop.collector.kept_groups() for r in group.rollouts):
                 if rollout.reward is not None:  # without one it is not trained, and may be too long
                     self.built.learner.sizes.require_fit(rollout)
         self._at(self.loop.step)

@@ -18,17 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from ..collect import Collector
 from ..config import ConfigError, RunConfig
 from ..methods.pass_rates import PassRate, read_profile
 from ..record.ledger import Ledger
 from ..record.ledger_file import LEDGER
 from ..record.proof import FATES
-from ..record.stop_conditions import Limits
+from ..reuse import Reuse
 from ..run.build import build_task
-from ..run.build_methods import Methods, build_methods
-from ..sampler.buffer import Buffer
-from ..sampler.scheduling import SyncPace
+from ..run.build_methods import build_collector, build_methods
 from ..types import Group, Job, Prompt, Rollout
 
 EDGE = 1e-6
@@ -97,6 +94,9 @@ class Rewards:
 
     def poll(self) -> list[Group]:
         jobs, self._jobs = self._jobs, []
+        return self.run(jobs)
+
+    def run(self, jobs: Sequence[Job]) -> list[Group]:
         rates = self.policy.rates()
         return [self._finished(job, float(rates[job.visit.prompt.ordinal])) for job in jobs]
 
@@ -143,20 +143,23 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
         raise ConfigError(
             f"advantage: {c.advantage} needs a greedy rollout a group, which has no pass rate; choose rloo"
         )
-    signal, uses, started, step = Signal(), 0, time.perf_counter(), 0
+    if any(m.selector.wants_profile(step) for step in range(1, c.max_steps)):
+        raise ConfigError("selector: it asks for new pass rates during the run, of which a simulation has none")
+    signal, started, step = Signal(), time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as folder, Ledger.open(Path(folder) / LEDGER) as ledger:
-        collector = _collector(c, m, source, ledger, task.train)
+        reuse = None
+        if c.reuse is not None:
+            reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, m.judge, _unchanged, source.run)
+        collector = build_collector(c, m, source, ledger, {"train": task.train}, reuse=reuse)
         while step < c.max_steps and collector.stop is None:
-            again = min(uses, _places(c))
-            batch = collector.collect(step, again)
+            batch = collector.collect(step)
             if not batch.groups:
                 break
-            teaching = sum(m.judge.teaches(group) for group in batch.groups)
+            teaching = sum(m.judge.teaches(group) for group in batch.trained_on)
             signal.add(batch.groups, source.policy.rates(), c.prompts_per_step)
-            collector.trained(step, batch.groups, {"updated": float(teaching + again > 0)})
-            collector.end_step(step, batch.groups, {})
-            uses += teaching * (c.reuse.updates - 1 if c.reuse else 0) - again
-            source.policy.learn(teaching + again)
+            collector.trained(step, batch.groups, {"updated": float(teaching > 0)})
+            collector.end_step(step, batch.trained_on, {})
+            source.policy.learn(teaching)
             step += 1
             source.version = step
         collector.close(step, [])
@@ -174,22 +177,9 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
     }
 
 
-def _collector(c: RunConfig, m: Methods, source: Rewards, ledger: Ledger, prompts: Sequence[Prompt]) -> Collector:
-    ledger.judge = m.judge
-    buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry)
-    return Collector(
-        prompts={"train": prompts},
-        sampler=source,
-        selector=m.selector,
-        group_size=m.group_size,
-        filter=m.filter,
-        buffer=buffer,
-        pace=SyncPace(buffer, source, m.rollout_batch),
-        refill_round=max(m.rollout_batch.size, c.prompts_per_step),
-        ledger=ledger,
-        judge=m.judge,
-        limits=Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps),
-    )
+def _unchanged(groups: Sequence[Group]) -> list[np.ndarray]:
+    """Return log ratios of a policy that is still the one that sampled."""
+    return [np.zeros(len(group.rollouts)) for group in groups]
 
 
 def _account(ledger: Ledger) -> dict[str, Any]:
@@ -201,8 +191,3 @@ def _account(ledger: Ledger) -> dict[str, Any]:
         "tokens": sum(tokens.values()),
         "tokens_by_fate": tokens,
     }
-
-
-def _places(c: RunConfig) -> int:
-    """Return the groups of a batch that may be reused."""
-    return 0 if c.reuse is None else c.prompts_per_step - -(-c.prompts_per_step // c.reuse.updates)

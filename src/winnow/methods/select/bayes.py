@@ -19,7 +19,7 @@ from ...base.array_json import Packed
 from ...base.noise import as_tensor, noise_key, uniform
 from ...base.options import CHECKED
 from ...base.state import Count, Probability, State
-from ...types import KEEP, Group, Prompt, Verdict
+from ...types import KEEP, Group, GroupKind, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
 from .greso import SELECT_STREAM
@@ -115,14 +115,20 @@ class BayesSelector(StreamSelector):
         return Verdict(False, f"bayes: a pass rate of about {a / (a + b):.2f}", 1 - p)
 
     def observe(self, group: Group) -> None:
-        """Count right and wrong rollouts; failed, pruned and undecided ones are absent."""
+        """Count right and wrong rollouts; failed, pruned and undecided ones, and groups that were cut, are absent.
+
+        Where rewards differ but none or all are right, half of them count as right: such a group teaches.
+        """
         judged = [self.judge.success.right(r) for r in group.siblings if r.reward is not None]
-        right, wrong = judged.count(True), judged.count(False)
+        right, wrong = float(judged.count(True)), float(judged.count(False))
         if right + wrong < 2:
             return
+        mixed = self.judge.kind(group) is GroupKind.SIGNAL
+        if mixed and not right * wrong:
+            right = wrong = (right + wrong) / 2
         ordinals = np.array([group.prompt.ordinal])
         a, b = self.posterior(ordinals)
-        self._found.append((float(mixed_probability(a, b, right + wrong)[0]), float(right > 0 and wrong > 0)))
+        self._found.append((float(mixed_probability(a, b, int(right + wrong))[0]), float(mixed)))
         left = self.options.forget ** (self.step - float(self.seen_at_N[ordinals[0]]))
         self.right_N[ordinals] = self.right_N[ordinals] * left + right
         self.wrong_N[ordinals] = self.wrong_N[ordinals] * left + wrong

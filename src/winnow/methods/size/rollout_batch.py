@@ -38,6 +38,8 @@ class Fixed:
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         yield from _problems(self.surplus, run)
+        if run.config.reuse is not None:
+            yield "with reuse a batch wants few new groups, and most of a fixed round is surplus; use adaptive or exact"
 
     def build(self, prompts_per_step: int) -> Rounds:
         return Rounds(_largest(self.size, prompts_per_step), None, self.surplus == "carry", prompts_per_step)
