@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,7 @@ from pydantic import PositiveInt
 from .base.noise import noise_key
 from .base.sections import ReuseConfig
 from .base.state import State
-from .learner.base import Learner
-from .learner.off_policy import ess_ratio, log_weights
-from .learner.rows import rows_of_rollout
+from .methods.correct import effective_sample_size
 from .methods.group_kind import GroupJudge
 from .sampler.buffer import oldest_version
 from .sampler.codec import group_state
@@ -136,22 +133,15 @@ class Reuse:
         self.groups = [Used(group, count) for group, count in zip(groups, uses, strict=True)]
 
 
-def log_ratios(groups: Sequence[Group], learner: Learner) -> list[np.ndarray]:
-    """Return `LogRatios` under a learner's policy. One forward pass."""
-    rollouts = [_rewarded(group) for group in groups]
-    every = list(chain.from_iterable(rollouts))
-    rows = [row for number, rollout in enumerate(every) for row in rows_of_rollout(rollout, number=number)]
-    log_w_B = log_weights(rows, learner).numpy() if rows else np.zeros(0)
-    return np.split(log_w_B, np.cumsum([len(of_group) for of_group in rollouts]))[: len(groups)]
-
-
 def _rewarded(group: Group) -> list[Rollout]:
     return [rollout for rollout in group.siblings if rollout.reward is not None]
 
 
 def _ess(log_w_G: np.ndarray) -> float:
     """Return the effective sample size of a group's rollouts over their number."""
-    return ess_ratio(torch.from_numpy(log_w_G)) if (log_w_G > -np.inf).any() else 0.0
+    if not (log_w_G > -np.inf).any():
+        return 0.0
+    return effective_sample_size(torch.from_numpy(log_w_G)) / len(log_w_G)
 
 
 def _figures(joining: Sequence[Used], version: int) -> dict[str, float]:

@@ -6,9 +6,8 @@ import importlib.resources
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,18 +17,18 @@ pytest.importorskip("trl")
 import trl
 from datasets import Dataset, DatasetDict, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.env.row_files import DataError
 from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.records import RunDirectoryError
 from winnow.record.stop_conditions import RunStoppedError
 
+from ..builders.trl_ports import ROWS, SPECIAL, Guess, Quiet, Saves, length, run, user
 from ..builders.trl_runs import G, Watched, metrics, parity, proven, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using")  # TRL's own features are experimental
 SLOW_FALSE, SLOW_TRUE = (pytest.param(value, marks=pytest.mark.slow) for value in (False, True))
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 
 
 @pytest.fixture(scope="module")
@@ -49,52 +48,6 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads)).save_pretrained(path)
     return str(path)
-
-
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
-def length(completions: list[Any], **columns: Any) -> list[float]:
-    return [float(len(str(c)) % 3) for c in completions]
-
-
-def run(model: str, out: Path, *, methods: dict[str, Any] | None = None, **given: Any) -> WinnowGRPOTrainer:
-    """A trained trainer; `given` are arguments of the trainer, and `conf` those of its GRPOConfig."""
-    conf = {"per_device_train_batch_size": 2 * G, "max_steps": 3} | given.pop("conf", {})
-    trainer = WinnowGRPOTrainer(**{"model": model, "args": settings(out, **conf)} | given | (methods or {}))
-    trainer.train()
-    return trainer
-
-
-class Guess:
-    """An environment of TRL's that owns its data and its reward."""
-
-    seen: ClassVar[list[dict[str, Any]]] = []
-
-    def reset(self, **row: Any) -> str | None:
-        Guess.seen.append(row)
-        self.guesses = 0
-        return f"guess {len(Guess.seen)}"
-
-    def guess(self, number: int) -> str:
-        """Guess a number.
-
-        Args:
-            number: the guess.
-        """
-        self.guesses += 1
-        return "too low"
-
-    def get_reward(self) -> float:
-        return float(len(Guess.seen) % 2)
-
-
-class Quiet(Guess):
-    """Adds nothing to the prompt."""
-
-    def reset(self, **row: Any) -> None:
-        super().reset(**row)
 
 
 @pytest.mark.parametrize("methods", [{}, {"selector": "greso", "filter": "zero_variance", "advantage": "rloo"}])
@@ -121,16 +74,6 @@ def test_tools(chat_model: str, tmp_path: Path) -> None:
     data = Dataset.from_list([{"prompt": user(str(i))} for i in range(6)])
     run(chat_model, tmp_path / "out", tools=[Quiet().guess], reward_funcs=length, train_dataset=data)
     assert proven(tmp_path / "out")["trained"]["rollouts"] == 3 * 2 * G
-
-
-ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "an empty system message": lambda i: {"prompt": [{"role": "system", "content": ""}, *user(f"{i}")]},
-    "ids that repeat": lambda i: {"prompt": user(f"{i}"), "id": i // 2},
-    "ids that are no ids": lambda i: {"prompt": user(f"{i}"), "id": i / 2},
-    "columns of TRL's own names": lambda i: {"prompt": f"{i}", "completion_ids": 1, "log_metric": 2, "environments": 3},
-    "control characters": lambda i: {"prompt": f"{i}\0\x1b"},
-    "values of any type": lambda i: {"prompt": f"{i}", "answer": {"a": [i, None]}, "none": None},
-}
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -219,14 +162,6 @@ def test_grpo_in_the_form_of_trl(size: int, tiny_model: Path, tmp_path: Path) ->
     assert own.abs().max() > 0.5
     torch.testing.assert_close(trls, own, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(batch("grpo", advantage="grpo"), own * (G / (G - 1)) ** 0.5, rtol=1e-3, atol=1e-6)
-
-
-class Saves(TrainerCallback):
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps.append(state.global_step)
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,14 @@ import psutil
 import pytest
 
 from winnow.env.workers import bubblewrap as module
-from winnow.env.workers.bubblewrap import FIRST_UID, SandboxError
+from winnow.env.workers.bubblewrap import SandboxError
 from winnow.env.workers.sandbox import Outcome, Sandbox, SandboxOptions
 from winnow.env.workers.seccomp import DENIED, program
 
+from ..builders.sandboxes import FORK_BOMB, OPTIONS, OWN_UID, inside
+
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 pytestmark = needs_bubblewrap
-OPTIONS = SandboxOptions(timeout_s=3.0, memory_mb=128, disk_mb=4, max_output=10_000)
-OWN_UID = FIRST_UID + 16 * (1 + os.getpid() % 250)
-"""Other tests use the sandbox meanwhile, in other processes; nobody else has these users."""
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +38,6 @@ def sandbox() -> Iterator[Sandbox]:
         sandbox = Sandbox(OPTIONS)
         yield sandbox
         sandbox.close()
-
-
-def inside() -> list[psutil.Process]:
-    """Processes of the slots' users, and bubblewraps of this process."""
-    mine = {p.pid for p in psutil.Process().children(recursive=True)}
-    found = []
-    for p in psutil.process_iter(["uids"]):
-        uids = p.info["uids"]
-        if (uids and OWN_UID <= uids.real < OWN_UID + 16) or (p.pid in mine and "bwrap" in p.name()):
-            found.append(p)
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +84,6 @@ def test_what_does_not_end_is_ended(sandbox: Sandbox, code: str) -> None:
     outcome = sandbox.run(code)
     assert (outcome.exit_code, outcome.timed_out) == (None, True) or outcome.exit_code == 128 + 24, "SIGXCPU at best"
     assert time.monotonic() - started < OPTIONS.timeout_s + 10
-
-
-FORK_BOMB = "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"
 
 
 def test_a_fork_bomb_stays_small_and_dies(sandbox: Sandbox) -> None:

@@ -24,14 +24,7 @@ from winnow.env import rows as rows_module
 from winnow.env.dataset import DatasetConfig, content_of
 from winnow.env.row_files import DataError
 
-
-def write(path, *values, end="\n"):
-    path.write_text("\n".join(json.dumps(v) for v in values) + end, encoding="utf-8")
-    return str(path)
-
-
-def build(path, **options):
-    return DatasetConfig(path=str(path) if not isinstance(path, list) else path, **options).build()
+from ..builders.datasets import build, build_rows, plain_ids, write
 
 
 def test_text_and_columns(tmp_path):
@@ -306,10 +299,6 @@ def test_prompts_are_kept_on_disk_as_they_were(tmp_path, monkeypatch):
     assert task.train != task.train[1:]
 
 
-def build_rows(rows, **options):
-    return DatasetConfig(path="x", **options).with_rows(rows)
-
-
 def test_what_cannot_be_written_down_is_kept_in_memory():
     lock = threading.Lock()
     task = build_rows([{"prompt": "a", "lock": lock}, {"prompt": "b", "lock": None}])
@@ -329,18 +318,6 @@ def test_a_cache_that_cannot_be_written_to_is_no_hindrance(tmp_path, monkeypatch
     monkeypatch.setenv("WINNOW_CACHE", str(tmp_path / "file"))
     (tmp_path / "file").write_text("")
     assert build_rows([{"prompt": "a"}]).train[0].text == "a"
-
-
-def plain_ids(rows):
-    """The rule of ids, one row at a time: a row's own, or a hash of its content with a number if that is taken."""
-    taken = []
-    for row in rows:
-        base = row.get("id") or hashlib.sha256(row["prompt"].strip().encode()).hexdigest()[:16]
-        name, number = base, 2
-        while name in taken:
-            name, number = f"{base}-{number}", number + 1
-        taken.append(name)
-    return taken
 
 
 def test_ids_are_those_of_the_plain_rule():
@@ -388,38 +365,3 @@ def test_longest_prompts():
     task = build_rows([{"prompt": chr(97 + i) * n} for i, n in enumerate((3, 9, 1, 9, 5))])
     assert [p.ordinal for p in task.train.longest(3)] == [1, 3, 4]
     assert [p.ordinal for p in task.train.longest(9)] == [1, 3, 4, 0, 2]
-
-
-@pytest.mark.parametrize("column", ["images", "image", "videos"])
-@pytest.mark.parametrize("value", [[{"bytes": "x", "path": None}], "a.png", {"path": "a.png"}])
-def test_columns_that_would_not_reach_the_model_are_refused(column, value):
-    with pytest.raises(DataError, match=rf"train_dataset, row 2: column '{column}' .*Remove the column, or rename it"):
-        DatasetConfig("x").with_rows([{"prompt": "a"}, {"prompt": "b", column: value}])
-
-
-@pytest.mark.parametrize("value", [None, [], "", float("nan")])
-def test_empty_columns_of_images_are_none(value):
-    assert len(DatasetConfig("x").with_rows([{"prompt": "a", "images": value}]).train) == 1
-
-
-def test_parts_other_than_text_are_refused():
-    content = [{"type": "image", "text": None}, {"type": "text", "text": "what is it?"}]
-    with pytest.raises(DataError, match=r"row 1: 'prompt', message 1: a part of type 'image' does not reach the model"):
-        DatasetConfig("x").with_rows([{"prompt": [{"role": "user", "content": content}]}])
-
-
-@pytest.mark.parametrize("written", [json.dumps, str])
-def test_messages_written_as_text_are_read_as_messages(written):
-    messages = [{"role": "system", "content": "it's"}, {"role": "user", "content": "2+2?"}]
-    with pytest.warns(UserWarning, match=r"row 2: 'prompt' is a list of messages written as text, as in 1 of 2 rows"):
-        task = DatasetConfig("x").with_rows([{"prompt": messages}, {"prompt": written([*messages, messages[1]])}])
-    assert task.train[1].messages == (*messages, messages[1])
-
-
-@pytest.mark.parametrize(
-    "text", ['[{"role": "user"}]', "[role, content]", '["role", "content"]', '{"role": 1, "content": 2}', "[[["]
-)
-def test_text_that_is_not_messages_stays_text(text):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert DatasetConfig("x").with_rows([{"prompt": text}]).train[0].text == text

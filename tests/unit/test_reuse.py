@@ -15,8 +15,9 @@ from winnow import Trainer
 from winnow.base.state import at
 from winnow.config import ConfigError, ReuseConfig
 from winnow.learner.base import Learner
+from winnow.learner.off_policy import log_ratios
 from winnow.record.ledger import Ledger
-from winnow.reuse import Reuse, _ess, log_ratios
+from winnow.reuse import Reuse, _ess
 from winnow.run.build_methods import build_collector
 
 from .. import parity

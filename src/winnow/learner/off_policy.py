@@ -6,13 +6,15 @@ All metrics use all tokens or rollouts of an update together, so micro-batches d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 
 from ..methods.correct import effective_sample_size
+from ..types import Group
 from .base import Learner
-from .rows import Row, rollouts_of
+from .rows import Row, rollouts_of, rows_of_rollout
 
 LAG_BANDS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9-16": 9, "17_up": 17}
 """Band name -> its smallest lag, ascending."""
@@ -61,6 +63,15 @@ def log_weights(rows: Sequence[Row], learner: Learner) -> torch.Tensor:
         log_w_B[b] = (logp_A.cpu().double() - sampler_A.double()).sum()
     of_row = iter(log_w_B.tolist())
     return torch.tensor([sum(next(of_row) for _ in of_one) for of_one in rollouts_of(rows)], dtype=torch.float64)
+
+
+def log_ratios(groups: Sequence[Group], learner: Learner) -> list[np.ndarray]:
+    """Return log(learner / sampler) of each group's rewarded rollouts, float64. Takes a forward pass."""
+    rollouts = [[rollout for rollout in group.siblings if rollout.reward is not None] for group in groups]
+    every = list(chain.from_iterable(rollouts))
+    rows = [row for number, rollout in enumerate(every) for row in rows_of_rollout(rollout, number=number)]
+    log_w_B = log_weights(rows, learner).numpy() if rows else np.zeros(0)
+    return np.split(log_w_B, np.cumsum([len(of_group) for of_group in rollouts]))[: len(groups)]
 
 
 def lag_metrics(rows: Sequence[Row], version: int) -> dict[str, float]:

@@ -20,6 +20,7 @@ from ..base.memory import heap_frozen
 from ..base.state import at
 from ..config import ConfigError, as_saved
 from ..env.base import Task
+from ..learner.off_policy import log_ratios
 from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop
 from ..record.ledger import Ledger
@@ -27,7 +28,7 @@ from ..record.progress import Display
 from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, read_metrics
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError
 from ..record.watchdogs import Watchdogs, first_gap
-from ..reuse import Reuse, log_ratios
+from ..reuse import Reuse
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.profile import Profiler
 from ..sampler import SamplersLostError, sampler_options

@@ -88,8 +88,7 @@ def with_agent(
     errors an agent returns 0. `parse` finds tool calls, where a request offers tools. Sampling settings of requests
     have no effect: those of the run hold. `max_turn_length` is the most tokens of an answer, by default the rest of the
     rollout's. `timeout_s` bounds the agent between two requests; it cannot be killed, but its later requests get no
-    answer. Raises ValueError when the
-    task has its own turns, or the agent names an unknown argument.
+    answer. Raises ValueError when the task has its own turns, or the agent names an unknown argument.
     """
     if task.max_turns != 1:
         raise ValueError(f"with_agent: task {task.name} has an environment of its own; give a task of one turn")
