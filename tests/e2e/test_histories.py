@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sqlite3
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from winnow import Trainer
 from winnow.env.dataset import DatasetConfig
 from winnow.tasks.agents import with_agent
 
+from ..builders.compacting import example, model
 from ..builders.runs import assert_clean, fingerprint
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "compacting_agent.py"
-
-
-@pytest.fixture(scope="module")
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("compacting_agent", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def model(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = example.make_model(tmp_path_factory.mktemp("chat"))
-    return folder
+__all__ = ["example", "model"]  # fixtures
 
 
 def test_an_agent_without_compaction_runs_out_of_its_context(example: Any, model: Path, tmp_path: Path) -> None:

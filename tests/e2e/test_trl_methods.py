@@ -20,11 +20,9 @@ from trl import GRPOTrainer
 
 from winnow import ConfigError
 from winnow.env.base import StepResult
-from winnow.integrations import trl_engine
 from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
 from winnow.methods.correct import effective_sample_size
-from winnow.rollout.evaluate import run_jobs
-from winnow.types import Group, Prompt, Segment
+from winnow.types import Prompt
 
 from ..builders.pruning import PRUNING
 from ..builders.trl_runs import PROMPTS, G, Watched, arguments, data, metrics, parity, proven, settings
@@ -100,23 +98,6 @@ def test_the_divergence_gate_cuts_in_an_environment(arguments: dict[str, Any], t
         observed = (batch["tool_mask"] == 0) & batch["completion_mask"].bool()
         assert (observed.sum(1) == 2).all()
         assert batch["num_items_in_batch"] == (batch["completion_mask"] * batch["tool_mask"]).sum()
-
-
-def test_a_rollout_of_several_segments_is_refused(
-    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rewritten(*args: Any) -> list[Group]:
-        groups = run_jobs(*args)
-        groups[1].rollouts[2].later = [Segment(1, (5, 6))]
-        return groups
-
-    monkeypatch.setattr(trl_engine, "run_jobs", rewritten)
-    trainer = Watched(**arguments, engine="local")
-    with pytest.raises(
-        ConfigError, match=r"env: a rollout of prompt '\w+' has 2 segments .* train with winnow\.Trainer"
-    ):
-        trainer.train()
-    assert not hasattr(trainer, "seen")
 
 
 def test_adaptive_k_doubles_the_groups(arguments: dict[str, Any], tmp_path: Path) -> None:

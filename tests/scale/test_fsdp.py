@@ -228,23 +228,29 @@ def in_segments(rows: list[Row], size: int = 3) -> list[Row]:
     return [replace(row, rollout_number=number // size, weight=0.1) for number, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("loss", [LossConfig(importance_sampling_level="sequence"), LOSSES["truncate"]])
-def test_rollouts_of_several_segments_are_those_of_one_process(ranks: Ranks, loss: LossConfig) -> None:
-    parts = policy()
-    alone, cut = Local().build(copy.deepcopy(parts), config()), over(ranks, parts)
+SEVERAL: list[tuple[LossConfig, Weighing | None]] = [
+    (LossConfig(importance_sampling_level="sequence"), None),
+    (LOSSES["truncate"], None),
+    (LOSSES["truncate"], "gradient"),
+]
+
+
+@pytest.mark.parametrize(("loss", "weighing"), SEVERAL)
+def test_rollouts_of_several_segments_are_those_of_one_process(
+    ranks: Ranks, loss: LossConfig, weighing: Weighing | None
+) -> None:
+    parts, changes = policy(), {"advantage": "opob" if weighing else "rloo"}
+    alone, cut = Local().build(copy.deepcopy(parts), config(**changes)), over(ranks, parts, **changes)
     rows = in_segments(random_rows(seed=3, n=13))
+    if weighing:
+        rows = [
+            replace(row, advantage=rows[i // 3].advantage, pool=Pool(i // 6, weighing)) for i, row in enumerate(rows)
+        ]
     ours, theirs = (learner.accumulate(rows, loss) for learner in (cut, alone))
     assert len(torch.cat(ours.log_w_B)) == len(torch.cat(theirs.log_w_B)) == 5
     assert ours.sums == pytest.approx(theirs.sums, rel=1e-4, abs=1e-4)
     assert cut.apply(1e-3) == pytest.approx(alone.apply(1e-3), rel=1e-4)
     assert difference(state(cut), state(alone)) < 1e-5
-
-
-def test_gradient_baselines_of_several_segments_are_refused_by_name(ranks: Ranks) -> None:
-    cut = over(ranks, policy())
-    rows = in_segments(in_pools(random_rows(seed=3, n=6), "gradient"))
-    with pytest.raises(ValueError, match="no gradient of a rollout of several segments"):
-        cut.accumulate(rows, LossConfig(policy_loss="plain"))
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(ranks: Ranks) -> None:

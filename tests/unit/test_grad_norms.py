@@ -18,7 +18,7 @@ from winnow.learner.local import grad_norms, logprob, optimal_baseline_update, r
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.optimal_baseline_update import ByLength, RowByRow
-from winnow.learner.rows import Pool, Row
+from winnow.learner.rows import Pool, Row, rollouts_of
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
 
@@ -73,17 +73,18 @@ def pooled_rows(seed: int = 0, n: int = 9, pools: int = 3, *, binary: bool = Fal
 
 
 def naive(learner: LocalLearner, rows: list[Row], loss: LossConfig) -> tuple[dict[str, torch.Tensor], Any, Any]:
-    """Gradient, norms by row, baselines by pool: every rollout on its own, in plain autograd."""
-    found = []
-    for row in rows:
-        batch = collate([replace(row, advantage=1.0, pool=None)], pad_id=0)
+    """Gradient, norms by rollout, baselines by pool: every rollout on its own, in plain autograd."""
+    found, rollouts = [], rollouts_of(rows)
+    for segments in rollouts:
+        batch = collate([replace(row, advantage=1.0, pool=None) for row in segments], pad_id=0)
         total = learner._loss(batch, loss, Stats())
         grads = torch.autograd.grad(total, list(learner._params.values()), allow_unused=True)
         found.append(
             [torch.zeros_like(p) if g is None else g for p, g in zip(learner._params.values(), grads, strict=True)]
         )
     norms = np.array([sum(float(g.square().sum()) for g in gs) for gs in found])
-    rewards, pools = np.array([r.advantage for r in rows]), np.array([r.pool.number for r in rows])
+    rewards = np.array([segments[0].advantage for segments in rollouts])
+    pools = np.array([segments[0].pool.number for segments in rollouts])
     baseline = {p: (norms * rewards)[pools == p].sum() / norms[pools == p].sum() for p in set(pools.tolist())}
     gradient = {}
     for k, name in enumerate(learner._params):
@@ -141,6 +142,26 @@ def test_pools_may_be_cut_anywhere(
         learner.model.zero_grad()
         stats = update(learner, batches, PLAIN)
     assert_same(learner, rows, PLAIN, stats, 1e-6)
+
+
+@pytest.mark.parametrize(("budget", "at_once"), [(60, 10_000), (10_000, 10_000), (10_000, 4)])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_segments_of_a_rollout_have_one_norm(
+    name: str, budget: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (logprob, row_head):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", at_once * VOCABULARY)
+    learner = learner_of(MODELS[name]().double())
+    assert isinstance(learner._pooled, ByLength)
+    monkeypatch.setattr(learner._pooled, "row_by_row", learner._pooled.batched)
+    of_rollout = [0, 1, 1, 1, 2, 2, 3, 4, 4]
+    rows, first = pooled_rows(4), [of_rollout.index(number) for number in of_rollout]
+    rows = [
+        replace(row, advantage=rows[i].advantage, pool=rows[i].pool, weight=rows[i].weight, rollout_number=number)
+        for row, i, number in zip(rows, first, of_rollout, strict=True)
+    ]
+    loss = LossConfig(policy_loss="plain", correction=CORRECTIONS["truncate"](level="sequence", high=3.0))
+    assert_same(learner, rows, loss, update(learner, micro_batches(rows, Budget(budget), pad_id=0), loss), 1e-6)
 
 
 @pytest.mark.parametrize(("at_once", "tied"), [(4, False), (4, True), (40, True)])

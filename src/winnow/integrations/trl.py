@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from .trl_config import run_config
 from .trl_data import TrlRows
 from .trl_engine import as_rollout_func
 from .trl_loop import LoopInTrl
+from .trl_segments import logps_by_segment
 
 try:
     from datasets import Dataset
@@ -107,8 +109,11 @@ class WinnowGRPOTrainer(GRPOTrainer):
         """Rollouts of Winnow's engine, while TRL scores them."""
         self._training_on: dict[str, Any] | None = None
         """Tensors of the micro-batch whose loss is computed."""
+        self._rows: Sequence[Rollout | None] = ()
+        """Rollouts of the rows whose log-probabilities TRL computes; none where TRL sampled them."""
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self._winnow.require_a_batch()
         if not resume_from_checkpoint:
             self._winnow.require_new()
         self._step, self._buffered_inputs = 0, None  # of an earlier call
@@ -144,7 +149,8 @@ class WinnowGRPOTrainer(GRPOTrainer):
             self._sampled = [rollout for group in sampled for rollout in group.rollouts]
             self.rollout_func = as_rollout_func(self._sampled, self._tokenizer.pad_token_id)
         try:
-            output = super()._generate_and_score_completions(rows)
+            with self._of_rollouts(self._sampled or ()):
+                output = super()._generate_and_score_completions(rows)
         finally:
             self.num_generations, self.rollout_func = usual
             self._sampled = None
@@ -171,12 +177,28 @@ class WinnowGRPOTrainer(GRPOTrainer):
         if model.training:
             self._winnow.trained(inputs)
         try:
-            return cast(torch.Tensor, super()._compute_loss(model, inputs))
+            with self._of_rollouts(self._winnow.rollouts(inputs) if model.training else ()):
+                return cast(torch.Tensor, super()._compute_loss(model, inputs))
         finally:
             self._training_on = None
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    @contextmanager
+    def _of_rollouts(self, rollouts: Sequence[Rollout | None]) -> Iterator[None]:
+        """Name the rollouts of the rows whose log-probabilities TRL computes inside."""
+        before, self._rows = self._rows, rollouts
+        try:
+            yield
+        finally:
+            self._rows = before
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, ids: torch.Tensor, there: torch.Tensor, tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        usual = super()._get_per_token_logps_and_entropies
+        if any(rollout is not None and rollout.later for rollout in self._rows):
+            found = logps_by_segment(lambda *rows: usual(model, *rows, *args, **kwargs), ids, there, tokens, self._rows)
+        else:
+            found = usual(model, ids, there, tokens, *args, **kwargs)
         if self._training_on is not None:
             self._winnow.scaling.saw(found[0], self._training_on)
         return found

@@ -130,6 +130,7 @@ class EngineInTrl:
         self._runner = RolloutRunner(
             self._engine, task, tokenizer, cast(Rewarder, _ScoredByTrl()), rollout_options(c), rules
         )
+        self._liger = bool(trainer.args.use_liger_kernel)
         self._compare = not (c.top_k or c.min_p or c.top_p < 1.0)  # TRL's log-probabilities apply temperature only
 
     def publish(self, rules: Sequence[NamedRule], version: int) -> None:
@@ -150,12 +151,12 @@ class EngineInTrl:
     def run(self, jobs: Sequence[Job]) -> list[Group]:
         """Return the jobs' groups in order, without rewards; the first are compared with TRL's model.
 
-        Raises ConfigError with the likely cause when engine and model disagree about what was sampled, and for a
-        rollout of several segments, which TRL's loss would take for one sequence.
+        Raises ConfigError with the likely cause when engine and model disagree about what was sampled, and for what
+        TRL's loss cannot take.
         """
         groups = run_jobs(self._runner, jobs)
         for group in groups:
-            require_one_segment(group)
+            require_trainable(group, liger=self._liger)
         sampled = [r for group in groups for r in group.rollouts if r.action_mask.any()]
         if self._compare and sampled:
             require_agreement(sampled[:COMPARED], cast(Learner, self.model), self.dtype)
@@ -163,15 +164,18 @@ class EngineInTrl:
         return groups
 
 
-def require_one_segment(group: Group) -> None:
-    """Raise ConfigError for a rollout whose history was rewritten."""
-    for rollout in group.rollouts:
-        if rollout.later:
-            raise ConfigError(
-                f"env: a rollout of prompt '{group.prompt.id}' has {len(rollout.segments)} segments (its history was "
-                "rewritten), and TRL's loss takes one prompt and one completion; keep the history as it was sampled, "
-                "or train with winnow.Trainer"
-            )
+def require_trainable(group: Group, *, liger: bool) -> None:
+    """Raise ConfigError for rollouts that TRL's loss cannot take."""
+    if liger and any(rollout.later for rollout in group.rollouts):
+        raise ConfigError(
+            f"use_liger_kernel: a rollout of prompt '{group.prompt.id}' has several segments (its history was "
+            "rewritten), and this loss takes one prompt a rollout; leave it out"
+        )
+    if any(rollout.agent_rewards for rollout in group.rollouts):
+        raise ConfigError(
+            f"env: the agents of a rollout of prompt '{group.prompt.id}' have rewards of their own, and TRL has one "
+            "advantage a rollout; return one reward, or train with winnow.Trainer"
+        )
 
 
 def as_rollout_func(rollouts: Sequence[Rollout], pad_token: int) -> Any:

@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..base.files import private_directory, write_json
 from ..base.state import at
 from ..collect import Batch, Collector
-from ..config import METHODS, RunConfig, as_saved
+from ..config import METHODS, ConfigError, RunConfig, as_saved
 from ..env.base import Task
 from ..loop import LoopState
 from ..methods.advantage import InUpdate
@@ -92,6 +92,10 @@ class LoopInTrl:
         """Record the rows whose gradient TRL takes."""
         self._trained.update(inputs[ROWS].tolist())
 
+    def rollouts(self, inputs: Mapping[str, torch.Tensor]) -> list[Rollout | None]:
+        """Return the rollouts of a micro-batch's rows; None for empty rows."""
+        return [self._in_batch[row] if row < len(self._in_batch) else None for row in inputs[ROWS].tolist()]
+
     def logged(self, logs: Mapping[str, float]) -> None:
         """Record TRL's log of an optimizer step."""
         if "loss" in logs:  # else an evaluation or the end of training
@@ -103,6 +107,16 @@ class LoopInTrl:
         if self._collector is not None:
             self._collector.close(self._step, in_flight=[])
             self._collector.ledger.set_meta("finished", "true")
+
+    def require_a_batch(self) -> None:
+        """Raise ConfigError if TRL, which drops incomplete batches, would end without a step."""
+        there, wanted = len(self._task.train), self.config.prompts_per_step
+        if there < wanted:
+            raise ConfigError(
+                f"train_dataset: {there} prompts, but a batch has {wanted} (generation_batch_size / num_generations): "
+                "TRL would train no step; give more prompts, or lower per_device_train_batch_size or "
+                "gradient_accumulation_steps"
+            )
 
     def require_new(self) -> None:
         """Raise RunDirectoryError, with what to do, if a run was begun in the directory."""
@@ -252,7 +266,8 @@ class LoopInTrl:
             return np.array([float(row["advantages"]) for some in rows for row in some])
         advantage, there = self._methods.advantage, [~np.isnan(group.rewards()) for group in groups]
         if isinstance(advantage, InUpdate):
-            found = squared_norms(self._trainer, [row for some in rows for row in some])
+            there_N = [r for g in groups for r in g.rollouts if r.reward is not None]
+            found = squared_norms(self._trainer, [row for some in rows for row in some], there_N)
             norms = [np.zeros(len(there_G)) for there_G in there]
             for norms_G, there_G, part in zip(norms, there, _cut(found, rows), strict=True):
                 norms_G[there_G] = part

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from ..learner.off_policy import ess_ratio, sampling_metrics
 from ..methods.advantage import InUpdate, optimal_baseline
 from ..methods.correct import StepScale
-from ..types import Group
+from ..types import Group, Rollout
 
 
 class StepScaling(TrainerCallback):
@@ -65,20 +65,20 @@ class StepScaling(TrainerCallback):
             group["lr"] = rate
 
 
-def squared_norms(trainer: Any, rows: Sequence[Mapping[str, torch.Tensor]]) -> np.ndarray:
-    """Return |u|^2 of each row, float64 [B]: u is the gradient of its log-probability as TRL's loss weighs its tokens.
+def squared_norms(trainer: Any, rows: Sequence[Mapping[str, torch.Tensor]], rollouts: Sequence[Rollout]) -> np.ndarray:
+    """Return |u|^2 of each rollout, float64 [B]: u is the gradient of its log-probability, weighed as in TRL's loss.
 
     A forward and a backward pass for each row. Up to a factor that all rows share, which no baseline depends on.
     """
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
     found = np.zeros(len(rows))
-    for i, row in enumerate(rows):
+    for i, (row, rollout) in enumerate(zip(rows, rollouts, strict=True)):
         mask_T = row["completion_mask"] * row.get("tool_mask", 1)
         if not mask_T.any():
             continue
         ids = torch.cat([row["prompt_ids"], row["completion_ids"]])[None]
         there = torch.cat([row["prompt_mask"], row["completion_mask"]])[None]
-        with trainer.compute_loss_context_manager():
+        with trainer.compute_loss_context_manager(), trainer._of_rollouts([rollout]):
             logp_T = trainer._get_per_token_logps_and_entropies(trainer.model, ids, there, len(mask_T))[0][0]
             u = (logp_T * mask_T * row.get("importance_sampling_ratio", 1)).sum()
             if trainer.loss_type in ("grpo", "sapo"):

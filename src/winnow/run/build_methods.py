@@ -82,10 +82,10 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
             f"advantage: {c.advantage} needs groups of at least {advantage.smallest_group} rollouts, but they may have "
             f"only {group_size.smallest}; lower its k, or raise num_generations"
         )
-    if c.reuse is not None and not loss.correction.active:
+    if c.reuse is not None and loss.policy_loss == "plain" and not loss.correction.active:
         raise ConfigError(
-            "reuse: its groups were sampled by older policies, and without a correction their tokens are trained as if "
-            "the current one had sampled them; set correction: truncate"
+            "reuse: its groups were sampled by older policies, and policy_loss: plain without a correction trains on "
+            "them as if the current one had sampled them; set correction: truncate, or policy_loss: clip"
         )
     filters = _filters(c, options["filter"])
     filter_ = filters[0] if len(filters) == 1 else _all_of(c, filters)

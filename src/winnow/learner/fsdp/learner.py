@@ -35,12 +35,6 @@ class FsdpLearner:
         """Rows of each rank in the current step."""
 
     def accumulate(self, rows: Sequence[Row], loss: LossConfig, iteration: int = 0) -> Stats:
-        by_gradient = [row for row in rows if row.pool is not None and row.pool.weighing == "gradient"]
-        if any(row.rollout_number is not None for row in by_gradient):
-            raise ValueError(
-                "learner: fsdp has no gradient of a rollout of several segments, which this advantage needs, and a "
-                "history was rewritten; use learner: local, or another advantage"
-            )
         if iteration == 0:
             self._parts = deal(rows, self._ranks.world)
         seed = torch.initial_seed()

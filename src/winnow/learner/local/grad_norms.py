@@ -1,4 +1,4 @@
-"""Per-row gradients of a micro-batch from one backward pass: exact norms, and any weighted sum.
+"""Gradients of the rows of a micro-batch, or of its rollouts, from one backward pass: exact norms, any weighted sum.
 
 No weight gets a gradient meanwhile. Hooks keep the input X [B, T, in] of each linear layer and the gradient Y
 [B, T, out] of its output. Row i's weight gradient is Y_i' X_i. Its squared norm is the sum over all pairs of tokens of
@@ -75,6 +75,24 @@ def add_times(sums_K: torch.Tensor, gradient: torch.Tensor, factors: list[float]
         total.add_(gradient, alpha=factor)
 
 
+def joined(values_BT: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
+    """Return the rows [B, T, ...] of each rollout one after another, [R, S * T, ...]; zeros where there are under S."""
+    if rollout_B is None:
+        return values_BT
+    count_R = rollout_B.bincount()
+    place_B = torch.arange(len(rollout_B), device=rollout_B.device) - (count_R.cumsum(0) - count_R)[rollout_B]
+    found = values_BT.new_zeros(len(count_R), int(count_R.max()), *values_BT.shape[1:])
+    found[rollout_B, place_B] = values_BT
+    return found.flatten(1, 2)
+
+
+def summed(values_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum over each rollout's rows, [R, ...]."""
+    if rollout_B is None:
+        return values_B
+    return values_B.new_zeros(int(rollout_B[-1]) + 1, *values_B.shape[1:]).index_add_(0, rollout_B, values_B)
+
+
 def direct_term(parameter: nn.Parameter, gradient_BX: torch.Tensor) -> Term:
     """Return the term of gradients small enough to keep, [B, *parameter.shape]."""
     gradient_BX = at_least_float32(gradient_BX)
@@ -135,10 +153,15 @@ class RowHooks:
         self._leaves: dict[nn.Parameter, torch.Tensor] = {}
         """Scales of norms, one for each row."""
         self._embedded: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rollout_B: torch.Tensor | None = None
 
     @contextmanager
-    def watching(self, rows: int) -> Iterator[list[Term]]:
-        """Disable gradients of `body`'s parameters; yield the list that its backward pass fills with terms."""
+    def watching(self, rows: int, rollout_B: torch.Tensor | None = None) -> Iterator[list[Term]]:
+        """Disable gradients of `body`'s parameters; yield the list that its backward pass fills with terms.
+
+        With the rollouts of rows, terms are of rollouts.
+        """
+        self._rollout_B = rollout_B
         terms: list[Term] = []
         trained = {p for own in self._trained.values() for p in own.values()}
         handles: list[Any] = []
@@ -181,13 +204,15 @@ class RowHooks:
     def of_scales(self) -> list[Term]:
         """Return the terms that need no hooks, after the backward pass."""
         leaves = [(p, leaf.grad) for p, leaf in self._leaves.items() if leaf.grad is not None]
-        return [direct_term(p, gradient.reshape(len(gradient), *p.shape)) for p, gradient in leaves]
+        of_rows = [(p, gradient.reshape(len(gradient), *p.shape)) for p, gradient in leaves]
+        return [direct_term(p, summed(at_least_float32(gradient), self._rollout_B)) for p, gradient in of_rows]
 
     def embedded(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return ids [B, T] and gradients [B, T, H] of the embedding with this weight, after the backward pass."""
         return self._embedded.get(parameter)
 
     def _terms(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Iterator[Term]:
+        x, y = joined(x, self._rollout_B), joined(y, self._rollout_B)
         trained = self._trained[module]
         weight, bias = trained.get("weight"), trained.get("bias")
         if isinstance(module, nn.Embedding):

@@ -23,7 +23,7 @@ from ...methods.loss import LossConfig
 from ..base import Stats
 from ..batch import MicroBatch, Pools
 from .forward import predictions
-from .grad_norms import RowHooks, Term, UnsupportedModelError, add_times
+from .grad_norms import RowHooks, Term, UnsupportedModelError, add_times, summed
 from .logprob import TokenDistribution
 from .row_head import HeadPass, RowHead, Tokens
 from .update_stats import Logp, book, correction_weights, spread
@@ -154,7 +154,7 @@ def norm_sq(gradients: dict[nn.Parameter, torch.Tensor]) -> torch.Tensor:
 
 
 class Batched:
-    """One backward pass for all rows of a micro-batch.
+    """One backward pass for all rollouts of a micro-batch, in B below.
 
     `whole` runs computations that need the model's weights; `give` receives gradients.
     """
@@ -181,10 +181,12 @@ class Batched:
         pools = _pools(batch)
         if batch is pools.pieces[0]:
             self._parts, self._later, self._sums = [], [], {}
-        basis_KB = basis_of(batch.advantages_B, pools.number_B, pools.mean_P)
-        terms, loss_B = self.of_rows(batch, loss, stats, basis_KB)
+        first_B = [rows.start for rows in rows_of_rollouts(batch)]
+        rewards_B, number_B = batch.advantages_B[first_B], pools.number_B[first_B]
+        basis_KB = basis_of(rewards_B, number_B, pools.mean_P)
+        terms, loss_B = self.of_rollouts(batch, loss, stats, basis_KB)
         norm_sq_B = torch.stack([term.square_B for term in terms]).sum(0)
-        self._parts.append(Rows(batch.advantages_B, pools.number_B, norm_sq_B, loss_B))
+        self._parts.append(Rows(rewards_B, number_B, norm_sq_B, loss_B))
         for term in terms:
             if pools.fits and term.weighted is not None:
                 self._later.append((basis_KB, term))
@@ -205,12 +207,12 @@ class Batched:
         for parameter, sums_K in sums.items():
             self.give(parameter, torch.tensordot(factor_K.to(sums_K.dtype), sums_K, 1))
 
-    def of_rows(
+    def of_rollouts(
         self, batch: MicroBatch, loss: LossConfig, stats: Stats, basis_KB: torch.Tensor
     ) -> tuple[list[Term], torch.Tensor]:
         """Return the terms of all parameters, and the losses [B] at an advantage of 1."""
         mask = batch.mask_BT[:, 1:]
-        with self.hooks.watching(len(mask)) as terms:
+        with self.hooks.watching(len(mask), batch.rollout_B) as terms:
             states_NH, tokens, head = self.whole(partial(self._forward, batch))
             logp, entropy = spread(mask, head.logp_N), spread(mask, head.entropy_N)
             weights, _ = correction_weights(batch, loss, logp, stats)
@@ -224,11 +226,12 @@ class Batched:
                 with self.autocast():
                     terms.append(self.whole(partial(self.head.term, head, tokens, basis_KB, embedded)))
         book(stats, batch, logp, entropy)
-        return terms, (coefficient_BT * logp).sum(1)
+        return terms, summed((coefficient_BT * logp).sum(1), batch.rollout_B)
 
     def _forward(self, batch: MicroBatch) -> tuple[torch.Tensor, Tokens, HeadPass]:
         mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
         row_N = mask.nonzero()[:, 0]
+        rollout_N = row_N if batch.rollout_B is None else batch.rollout_B[row_N]
 
         def body(**inputs: Any) -> torch.Tensor:
             states: torch.Tensor = self.hooks.body(**inputs).last_hidden_state
@@ -237,14 +240,14 @@ class Batched:
         with self.autocast():
             states_NH = predictions(body, batch, share=False)
             context = self.head.distribution.context(batch.input_ids_BT, batch.mask_BT)
-            tokens = Tokens(states_NH.detach(), targets[mask], row_N, row_N.to(states_NH.dtype), context)
+            tokens = Tokens(states_NH.detach(), targets[mask], rollout_N, rollout_N.to(states_NH.dtype), context)
             return states_NH, tokens, self.head(tokens)
 
 
 class ByLength:
     """Picks the faster way: on a CPU, blocks of long rows one row at a time; otherwise all rows at once.
 
-    Rollouts of several segments are always computed one by one.
+    Rollouts of several segments are always computed one by one: `Batched` pads each to the most segments.
     """
 
     def __init__(self, batched: Batched, row_by_row: RowByRow) -> None:
@@ -333,6 +336,6 @@ def _trial(batched: Batched, row_by_row: RowByRow) -> tuple[torch.Tensor, torch.
     ones_B = torch.ones(3, dtype=torch.float64, device=device)
     batch = MicroBatch(ids_BT, mask_BT, torch.zeros_like(ids_BT, dtype=torch.float32), ones_B, ones_B)
     loss = LossConfig(policy_loss="plain")
-    terms, _ = batched.of_rows(batch, loss, Stats(), ones_B[None])
+    terms, _ = batched.of_rollouts(batch, loss, Stats(), ones_B[None])
     apart = [norm_sq(row_by_row.of_rollout(one_rollout(batch, slice(b, b + 1)), loss, Stats())[0]) for b in range(3)]
     return torch.stack([term.square_B for term in terms]).sum(0).float(), torch.stack(apart).float()

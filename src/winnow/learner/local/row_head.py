@@ -23,6 +23,7 @@ class Tokens:
     """Hidden state that predicts each token."""
     targets_N: torch.Tensor
     row_N: torch.Tensor
+    """Row of each token; its rollout, where rollouts have several rows."""
     coefficient_N: torch.Tensor
     """Coefficient of a token's log-probability in the loss."""
     context: Context | None = None
