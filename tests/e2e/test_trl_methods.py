@@ -212,10 +212,10 @@ def expected(methods: dict[str, Any]) -> str | None:
     """What the refusal of these names; None: they work."""
     if methods["advantage"] in ("otb", "remax"):
         return "advantage"
-    if methods["advantage"] == "reinforce_pp" and methods["filter"] != "keep_all":
-        return "filter"
     if methods["advantage"] == "reinforce_pp" and methods["selector"] in ("greso", "backoff"):
         return "selector"
+    if methods["advantage"] == "reinforce_pp" and methods["filter"] != "keep_all":
+        return "filter"
     if methods["advantage"] == "max_at_k" and methods["gates"]:
         return "gates"  # it needs four siblings, and so leaves nothing to prune
     if methods["step_scale"] == "ess" and not methods["gates"]:

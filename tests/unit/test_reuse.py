@@ -165,7 +165,8 @@ def test_a_state_that_no_run_can_have_is_refused(tiny_config: dict[str, Any]) ->
 
 def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"reuse: .* set correction: truncate"):
-        Trainer(config=tiny_config | {"reuse": {"updates": 2}})
+        Trainer(config=tiny_config | {"reuse": {"updates": 2}, "policy_loss": "plain"})
+    Trainer(config=tiny_config | {"reuse": {"updates": 2}, "policy_loss": "clip"})  # its ratio is to the sampler
     more = {
         "correction": "truncate",
         "filter": "zero_variance",
