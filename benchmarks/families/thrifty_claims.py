@@ -23,6 +23,8 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "greso": ("countdown-greso", ()),
     "greso-4-updates": ("countdown-greso", ("num_iterations=4", "policy_loss=clip", "step_scale=ess")),
     "greso-reuse-4": ("countdown-greso", ("reuse={updates: 4}", "step_scale=ess", "max_steps=800")),
+    "greso-reuse-4-clip": ("thrifty", ("group_size=fixed",)),
+    "thrifty": ("thrifty", ()),
 }
 BASE = "dapo-fixed"
 

@@ -11,12 +11,12 @@ and steps as numbers, but no learner, weights or evaluation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import PositiveInt, TypeAdapter
+from pydantic import Field, PositiveInt, TypeAdapter
 
 from .base.failpoint import failpoint
 from .base.state import STRICT, Count, Loose, State, at
@@ -31,7 +31,7 @@ from .record.step_metrics import Tally
 from .record.stop_conditions import Limits, RunStoppedError, StopConditions
 from .reuse import Reuse, UsedState
 from .sampler.base import GroupSource
-from .sampler.buffer import Buffer
+from .sampler.buffer import Buffer, oldest_version
 from .sampler.codec import Prompts, group_from, group_state, visit_from, visit_state
 from .sampler.scheduling import Pace
 from .types import Fate, Group, Job, Purpose, Visit
@@ -59,6 +59,8 @@ class CollectorState(State):
     waiting: list[dict[str, Any]]
     spent: Count
     in_flight: list[Annotated[tuple[list[Any], PositiveInt], Loose]]
+    probes: list[dict[str, Any]] = Field(default_factory=list)
+    """Absent from those of version 0.2."""
     selector: dict[str, Any]
     group_size: dict[str, Any]
     filter: dict[str, Any] | None = None
@@ -114,6 +116,8 @@ class Collector:
         self._reported: set[str] = set()
         """Reported causes of steps that trained nothing."""
         self._nothing_left = False
+        self._probes: dict[int, Group] = {}
+        """Finished siblings of groups whose others are in flight, by visit."""
         if self.reuse is not None:
             self.buffer.fewest = self.reuse.fewest_fresh
 
@@ -187,7 +191,7 @@ class Collector:
         for group in self.buffer.groups:
             self._book(step, group, Fate.SURPLUS, "carried, but the run is over")
         for group in in_flight:
-            self._book(step, group, Fate.SURPLUS, "in flight when the run was over")
+            self._book(step, self._with_probe(group), Fate.SURPLUS, "in flight when the run was over")
         self.buffer.clear()
 
     # ---- collecting ----------------------------------------------------------------------------------------------
@@ -202,9 +206,11 @@ class Collector:
                 self._launch(step)
             if self._ready(step):
                 break
-            for group in self.sampler.poll():
-                finished.append(group)
-                self._take(step, group)
+            for group in map(self._with_probe, self.sampler.poll()):
+                self.judge.success.observe(group.rollouts)
+                if not self._continue(group):
+                    finished.append(group)
+                    self._take(step, group)
         groups, stale, surplus = self.buffer.take(step)
         self._book_stale(step, stale)
         for group in surplus:
@@ -239,13 +245,31 @@ class Collector:
             )
 
     def _start(self, visit: Visit, size: int) -> None:
-        self.buffer.launched(visit, size, self.sampler.version)
-        self.sampler.launch(Job(visit, size))
+        version, first = self.sampler.version, 0
+        if (probe := self._probes.get(visit.number)) is not None:
+            first, oldest = len(probe.rollouts), oldest_version(probe)
+            version = version if oldest is None else min(version, oldest)
+        self.buffer.launched(visit, size, version)
+        self.sampler.launch(Job(visit, size, first=first))
+
+    def _with_probe(self, group: Group) -> Group:
+        probe = self._probes.pop(group.visit.number, None)
+        return group if probe is None else replace(group, rollouts=[*probe.rollouts, *group.rollouts])
+
+    def _continue(self, group: Group) -> bool:
+        """Start the siblings that are to join a finished group; return whether there are any."""
+        if self.stop is not None or len(group.rollouts) >= self.group_size.largest:
+            return False
+        more = self.group_size.more(group, self.judge.kind(group))
+        if more:
+            self._probes[group.visit.number] = group
+            self.buffer.continued(group.visit, more)
+            self.sampler.launch(Job(group.visit, more, first=len(group.rollouts)))
+        return more > 0
 
     def _take(self, step: int, group: Group) -> None:
         """Observe before admitting: selector and gates learn from every finished group, also from filtered ones."""
         self.buffer.landed(group)
-        self.judge.success.observe(group.rollouts)
         kind = self.judge.kind(group)
         for gate in self.gates.values():
             gate.observe(group)
@@ -294,6 +318,7 @@ class Collector:
             "undecided": self.judge.success.undecided,
             "waiting": [group_state(group) for group in self.buffer.groups],
             "spent": self.buffer.spent,
+            "probes": [group_state(probe) for probe in self._probes.values()],
             "in_flight": [[visit_state(flight.visit), flight.size] for flight in self.buffer.in_flight],
             "selector": self.selector.state_dict(),
             "group_size": self.group_size.state_dict(),
@@ -312,6 +337,8 @@ class Collector:
         with at("waiting"):
             for group in self._groups_of(saved.waiting):
                 self.buffer.add(group)
+        with at("probes"):
+            self._probes = {probe.visit.number: probe for probe in self._groups_of(saved.probes)}
         if self.reuse is not None and saved.reuse is not None:
             with at("reuse"):
                 groups = self._groups_of([used.group for used in saved.reuse])
@@ -338,7 +365,8 @@ class Collector:
 
     def kept_groups(self) -> list[Group]:
         """Return the finished groups that may still be trained."""
-        return [*self.buffer.groups, *([] if self.reuse is None else [used.group for used in self.reuse.groups])]
+        used = [] if self.reuse is None else [used.group for used in self.reuse.groups]
+        return [*self.buffer.groups, *self._probes.values(), *used]
 
     def relaunch(self, in_flight: Sequence[tuple[list[Any], int]]) -> None:
         """Relaunch the groups that were in flight; they stay booked as dispatched."""

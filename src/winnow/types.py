@@ -275,6 +275,8 @@ class Job:
     visit: Visit
     size: int
     purpose: Purpose = "train"
+    first: int = 0
+    """Number of the first sibling; more than 0 where the others have been rolled out before."""
 
 
 @dataclass(slots=True)

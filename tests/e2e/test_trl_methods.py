@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,19 @@ def test_the_divergence_gate_cuts_in_an_environment(arguments: dict[str, Any], t
         observed = (batch["tool_mask"] == 0) & batch["completion_mask"].bool()
         assert (observed.sum(1) == 2).all()
         assert batch["num_items_in_batch"] == (batch["completion_mask"] * batch["tool_mask"]).sum()
+
+
+def test_a_probe_is_continued_where_it_has_a_signal(arguments: dict[str, Any], tmp_path: Path) -> None:
+    size = {"name": "sequential", "probe": 2}
+    with pytest.raises(ConfigError, match="group_size: TRL would compute advantages of each part of a group apart"):
+        Watched(**arguments, group_size=size)
+    trainer = Watched(**arguments, group_size=size, filter="zero_variance", advantage="rloo")
+    trainer.train()
+    assert {len(batch["advantages"]) for batch in trainer.seen} == {G * PROMPTS}
+    with sqlite3.connect(tmp_path / "out" / "winnow" / "ledger.sqlite") as db:
+        sizes = dict(db.execute("SELECT fate, group_concat(DISTINCT group_size) FROM outcomes GROUP BY fate"))
+    assert sizes == {"trained": f"{G}", "filtered": "2"}
+    proven(tmp_path / "out")
 
 
 def test_adaptive_k_doubles_the_groups(arguments: dict[str, Any], tmp_path: Path) -> None:

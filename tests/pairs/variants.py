@@ -40,6 +40,7 @@ OPTIONS: dict[tuple[str, str], Settings] = {
     ("selector", "greso"): {"p_easy": 0.2, "p_hard": 0.2},
     ("selector", "ordered"): {"by": "number"},
     ("selector", "pass_rate"): {"profile": PROFILE},
+    ("group_size", "sequential"): {"probe": 2},
     ("group_size", "adaptive_k"): {"window": 1, "tau": 0.1, "high": 6},
     ("gates", "divergence"): {"k": 1, "threshold": 0.6},
     ("gates", "random"): {"k": 1},

@@ -35,13 +35,13 @@ def rollout(
     )
 
 
-def finished(visit: Visit, outcome: Outcome, version: int = 0, size: int = 2) -> Group:
+def finished(visit: Visit, outcome: Outcome, version: int = 0, size: int = 2, first: int = 0) -> Group:
     if isinstance(outcome, Verdict):
-        members = [rollout(i, None, version, Fate.CUT, outcome.reason) for i in range(size)]
+        members = [rollout(first + i, None, version, Fate.CUT, outcome.reason) for i in range(size)]
         return Group(visit, members, [Decision("gate", EnvStep(10), outcome)])
     members = [
         rollout(i, r, version, None if r is not None else Fate.PRUNED, "" if r is not None else "pruned")
-        for i, r in enumerate(outcome)
+        for i, r in enumerate(outcome, first)
     ]
     return Group(visit, members)
 
@@ -66,7 +66,7 @@ class FakeSampler:
     def poll(self) -> list[Group]:
         started, self._started = self._started, []
         self.rounds.append((self.version, len(started)))
-        return [finished(j.visit, self.outcome(j.visit, j.size), self.version, j.size) for j in started]
+        return [finished(j.visit, self.outcome(j.visit, j.size), self.version, j.size, j.first) for j in started]
 
     def publish(self, weights: Any, rules: Any, version: int) -> None:
         self.version = version

@@ -40,9 +40,10 @@ class TrlSampler:
 
     def poll(self) -> list[Group]:
         jobs, self._jobs = self._jobs, []
-        if not jobs:
-            return []
-        size = jobs[0].size  # a step's groups have the same
+        return [group for part in _of_one_size(jobs) for group in self._finished(part)]
+
+    def _finished(self, jobs: list[Job]) -> list[Group]:
+        size = jobs[0].size
         groups = None if self._engine is None else self._engine.run(jobs)
         output, scored = self._roll_out([job.visit.prompt for job in jobs], size, groups)
         check_tensors(output)
@@ -51,8 +52,8 @@ class TrlSampler:
         if groups is None:
             rollouts = self._rollouts(tensors, *scored[1:])
             groups = [Group(job.visit, [next(rollouts) for _ in range(size)]) for job in jobs]
-            for group in groups:
-                for sibling, rollout in enumerate(group.rollouts):
+            for job, group in zip(jobs, groups, strict=True):
+                for sibling, rollout in enumerate(group.rollouts, job.first):
                     rollout.sibling = sibling
         everybody = [(group, rollout) for group in groups for rollout in group.rollouts]
         for (group, rollout), row, rewards_F in zip(everybody, tensors, scored[0], strict=True):
@@ -111,3 +112,8 @@ class TrlSampler:
     def make_room(self) -> None:
         if self._engine is not None:
             self._engine.release()
+
+
+def _of_one_size(jobs: list[Job]) -> list[list[Job]]:
+    """Split jobs by size: TRL generates as many rollouts for each prompt of a call."""
+    return [[job for job in jobs if job.size == size] for size in sorted({job.size for job in jobs})]

@@ -28,6 +28,8 @@ class RunFacts:
     """The `Filter` of each entry of `filter`: its options need not be one."""
     group_relative: bool
     """Whether the advantage learns nothing from groups with equal rewards."""
+    greedy_baseline: bool
+    """Whether groups have one more rollout, at temperature 0."""
     smallest_group: int
     """Rollouts in the smallest group that can start."""
     least_rewards: int

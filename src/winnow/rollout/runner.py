@@ -82,7 +82,8 @@ class RolloutRunner:
     def launch(self, job: Job) -> None:
         """Start the siblings of a job. If the prompt cannot be encoded, all of them fail."""
         visit, options = job.visit, self.options[job.purpose]
-        siblings = [Sibling(i, greedy=i == job.size) for i in range(job.size + options.greedy_baseline)]
+        numbers = range(job.first, job.first + job.size + options.greedy_baseline)
+        siblings = [Sibling(i, greedy=i == job.first + job.size) for i in numbers]
         flight = Flight(job, siblings, [])
         if flight.key in self._flights:
             raise ValueError(f"visit {visit.number} is already in flight")
@@ -226,7 +227,7 @@ class RolloutRunner:
     def _whose(self, request: Any) -> tuple[Flight, Sibling]:
         purpose, number, sibling = request
         flight = self._flights[purpose, number]
-        return flight, flight.siblings[sibling]
+        return flight, flight.siblings[sibling - flight.job.first]
 
     def _is_full(self, flight: Flight, sibling: Sibling) -> bool:
         """Return whether the tokens of the rollout or of its current segment are used up."""

@@ -90,7 +90,8 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
     filters = _filters(c, options["filter"])
     filter_ = filters[0] if len(filters) == 1 else _all_of(c, filters)
     judge = GroupJudge(success or Success(), filter_.atol, advantage)
-    facts = RunFacts(c, prompts, options, filters, advantage.group_relative, group_size.smallest, judge.least)
+    of_advantage = advantage.group_relative, advantage.greedy_baseline
+    facts = RunFacts(c, prompts, options, filters, *of_advantage, group_size.smallest, judge.least)
     for problem in facts.problems():
         raise ConfigError(problem)
     with _errors_of("selector"):

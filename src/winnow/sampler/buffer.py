@@ -61,6 +61,10 @@ class Buffer:
         self._in_flight[visit.number] = InFlight(visit, size, version)
         self._flying[version] += 1
 
+    def continued(self, visit: Visit, size: int) -> None:
+        """Count a group whose probe has returned as in flight with its other siblings."""
+        self._in_flight[visit.number] = self._in_flight[visit.number]._replace(size=size)
+
     def landed(self, group: Group) -> None:
         """Count a returned group as no longer in flight; `add` is a separate call."""
         version = self._in_flight.pop(group.visit.number).version

@@ -48,12 +48,13 @@ def prompts_of(task: Task) -> dict[Purpose, Prompts]:
 
 def job_state(job: Job) -> dict[str, Any]:
     """Encode a job as plain JSON values; its prompt by ordinal."""
-    return {"visit": visit_state(job.visit), "size": job.size, "purpose": job.purpose}
+    return {"visit": visit_state(job.visit), "size": job.size, "purpose": job.purpose, "first": job.first}
 
 
 def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Job:
     """Decode what `job_state` encoded."""
-    return Job(visit_from(state["visit"], prompts[state["purpose"]]), state["size"], state["purpose"])
+    visit = visit_from(state["visit"], prompts[state["purpose"]])
+    return Job(visit, state["size"], state["purpose"], state["first"])
 
 
 def visit_state(visit: Visit) -> list[Any]:

@@ -122,9 +122,9 @@ class SamplerHandle:
 def failed_group(job: Job, reason: str, *, greedy: bool, fate: Fate | None = Fate.FAILED) -> Group:
     """Return a group without tokens for a job that no sampler finished. `greedy`: training groups have one more."""
     nothing = np.empty(0, np.int64), np.empty(0, bool), np.empty(0, np.float32), np.empty(0, np.int32)
-    size = job.size + (greedy and job.purpose == "train")
+    last = job.first + job.size
     rollouts = [
-        Rollout(i, (), *nothing, stop_reason="failed", fate=fate, reason=reason, greedy=i == job.size)
-        for i in range(size)
+        Rollout(i, (), *nothing, stop_reason="failed", fate=fate, reason=reason, greedy=i == last)
+        for i in range(job.first, last + (greedy and job.purpose == "train"))
     ]
     return Group(job.visit, rollouts, purpose=job.purpose)

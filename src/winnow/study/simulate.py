@@ -101,10 +101,10 @@ class Rewards:
         return [self._finished(job, float(rates[job.visit.prompt.ordinal])) for job in jobs]
 
     def _finished(self, job: Job, rate: float) -> Group:
-        right = np.random.default_rng((self._seed, job.visit.number)).random(job.size) < rate
+        right = np.random.default_rng((self._seed, job.visit.number)).random(job.first + job.size)[job.first :] < rate
         versions = np.full(self._length, self.version, np.int32)
         rollouts = []
-        for sibling, reward in enumerate(right.astype(float).tolist()):
+        for sibling, reward in enumerate(right.astype(float).tolist(), job.first):
             rollout = Rollout(sibling, (0,), self._ids, self._mask, self._logp, versions, stop_reason="eos")
             rollout.reward, rollout.rewards = reward, {"env": reward}
             rollouts.append(rollout)

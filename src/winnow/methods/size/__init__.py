@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from .adaptive_k import AdaptiveK
+from .base import GroupSize
 from .fixed import Fixed
 from .rollout_batch import Adaptive, Exact
 from .rollout_batch import Fixed as FixedRounds
+from .sequential import Sequential
+
+__all__ = ["ROLLOUT_BATCHES", "SIZES", "GroupSize", "RolloutBatch"]
 
 
-class GroupSize(Protocol):
-    """Decides how many siblings the next groups have."""
-
-    @property
-    def smallest(self) -> int:
-        """Size of the run's smallest group."""
-        ...
-
-    @property
-    def largest(self) -> int:
-        """Size of the run's largest group."""
-        ...
-
-    def next(self) -> int:
-        """Return the size of the next group."""
-        ...
-
-    def observe(self, step_stats: Mapping[str, float]) -> None:
-        """Learn from a training step's metrics; called once per step."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint state as JSON values."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the output of `state_dict`. Raises ValueError on anything else."""
-        ...
-
-
-SIZES: dict[str, type] = {"fixed": Fixed, "adaptive_k": AdaptiveK}
+SIZES: dict[str, type] = {"fixed": Fixed, "adaptive_k": AdaptiveK, "sequential": Sequential}
 """Name -> frozen dataclass of options with `build(num_generations) -> GroupSize`."""
 
 

@@ -13,7 +13,8 @@ from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
-from ...base.state import Count, State, Stateful
+from ...base.state import Count, State
+from .base import GroupSize
 
 DWELL = 10
 ROUNDING = 1e-9
@@ -78,7 +79,7 @@ class AdaptiveState(State):
     steps: Count | None
 
 
-class AdaptiveSize(Stateful):
+class AdaptiveSize(GroupSize):
     """Controller of the size; its state is the size, the shares since the last change, and the steps since then."""
 
     state_model = AdaptiveState

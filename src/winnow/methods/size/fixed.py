@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...base.state import Stateful
+from .base import GroupSize
 
 
 @dataclass(frozen=True)
@@ -16,12 +15,9 @@ class Fixed:
         return FixedSize(num_generations)
 
 
-class FixedSize(Stateful):
+class FixedSize(GroupSize):
     def __init__(self, size: int) -> None:
         self.smallest = self.largest = size
 
     def next(self) -> int:
         return self.largest
-
-    def observe(self, step_stats: Mapping[str, float]) -> None:
-        """A fixed size learns nothing."""

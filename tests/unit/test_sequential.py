@@ -1,0 +1,147 @@
+"""Groups in two parts: a probe, and the other siblings where it has a signal."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from winnow import Trainer
+from winnow.config import ConfigError
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.size.sequential import Sequential
+from winnow.run.build_methods import build_collector
+from winnow.types import Group, Job, Visit
+
+from .. import parity
+from ..builders.runs import assert_clean, fingerprint
+from .fake_run import FakeRun, finished
+
+REWARD = f"{parity.__file__}:parity_reward"
+SEQUENTIAL = {"group_size": {"name": "sequential", "probe": 2}, "filter": "zero_variance", "num_generations": 4}
+
+
+def by_parity(visit: Visit, size: int) -> list[float | None]:
+    """Even prompts have a signal in both parts, odd ones none."""
+    return [float(i % 2) if visit.prompt.ordinal % 2 == 0 else 0.0 for i in range(size)]
+
+
+def test_only_a_probe_with_a_signal_is_continued(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "l.sqlite", by_parity, {"max_steps": 3, "prompts_per_step": 4} | SEQUENTIAL).run()
+    trained = [group for batch in run.update.batches for group in batch]
+    assert [[r.sibling for r in group.rollouts] for group in trained] == [[0, 1, 2, 3]] * 12
+    totals = run.ledger.totals()
+    assert totals["trained"]["rollouts"] == 12 * 4
+    judged = sum(int(row["groups/judged"]) for row in run.metrics)
+    assert totals["filtered"]["rollouts"] == 2 * (judged - 12) > 0
+    assert all(2 < row["groups/size_mean"] < 4 for row in run.metrics)
+
+
+class Slow:
+    """Finishes one group at each poll, the oldest first."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.jobs: list[Job] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self.jobs)
+
+    def launch(self, job: Job) -> None:
+        self.jobs.append(job)
+
+    def poll(self) -> list[Group]:
+        job = self.jobs.pop(0)
+        return [finished(job.visit, by_parity(job.visit, job.size), self.version, job.size, job.first)]
+
+
+def test_a_resume_keeps_the_probes_of_groups_in_flight(tmp_path: Path) -> None:
+    """The others are launched again, and a group is as old as its probe."""
+    config = {"prompts_per_step": 2, "max_lag": 4, "max_steps": 5, "sync": {"name": "processes"}} | SEQUENTIAL
+    states = []
+    for name in ("first", "resumed"):
+        run = FakeRun(tmp_path / f"{name}.sqlite", by_parity, config | {"correction": "truncate"})
+        source = Slow()
+        collector = build_collector(
+            run.config, run.methods, source, run.ledger, {"train": run.prompts}, asynchronous=True
+        )
+        if name == "first":
+            collector.collect(0)
+            states.append(collector.state_dict())
+            continue
+        source.version = 1
+        collector.load_state_dict(states[0])
+        collector.relaunch(states[0]["in_flight"])
+        probed = {state["visit"][0] for state in states[0]["probes"]}
+        assert probed
+        assert {job.visit.number for job in source.jobs if job.first == 2 and job.size == 2} == probed
+        assert all(job.first == 0 for job in source.jobs if job.visit.number not in probed)
+        assert {flight.version for flight in collector.buffer.in_flight if flight.visit.number in probed} == {0}
+        batch = collector.collect(1)
+        assert [[r.sibling for r in group.rollouts] for group in batch.groups] == [[0, 1, 2, 3]] * 2
+    with pytest.raises(ValueError, match=r"probes: "):
+        collector.load_state_dict(states[0] | {"probes": [{}]})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"selector": "greso", "audit": {"epsilon": 0.3}},
+        {"max_lag": 2, "rollout_batch": "adaptive", "correction": "truncate"},
+        {"reuse": {"updates": 2}, "policy_loss": "clip", "step_scale": "ess"},
+    ],
+    ids=str,
+)
+def test_a_run_resumes_exactly(tiny_config: dict[str, Any], tmp_path: Path, more: dict[str, Any]) -> None:
+    values = tiny_config | SEQUENTIAL | {"reward_funcs": [REWARD], "max_steps": 4, "save_steps": 1} | more
+    for name, steps in (("whole", 4), ("parts", 2)):
+        Trainer(config=values | {"output_dir": str(tmp_path / name), "max_steps": steps}).train()
+    Trainer.resume(tmp_path / "parts", {"max_steps": 4}).train()
+    assert_clean(tmp_path / "whole")
+    assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "whole")
+
+
+def test_in_other_processes(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    more = {"sync": {"name": "processes", "samplers": 2}, "max_lag": 2, "correction": "truncate", "max_steps": 6}
+    values = tiny_config | SEQUENTIAL | more | {"reward_funcs": [REWARD], "output_dir": str(tmp_path / "run")}
+    Trainer(config=values).train()
+    assert_clean(tmp_path / "run")
+
+
+def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
+    given = tiny_config | SEQUENTIAL | {"reward_funcs": [REWARD]}
+    for change, message in (
+        ({"num_generations": 2}, "group_size: probe=2 must be below num_generations=2"),
+        ({"gates": [{"name": "random", "k": 1}]}, "group_size: gates compare the siblings of a group"),
+        ({"advantage": "remax", "filter": "keep_all"}, "group_size: advantage: remax needs a greedy rollout a group"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Trainer(config=given | change)
+
+
+@pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo"])
+def test_stopping_keeps_the_direction_of_a_prompts_gradient(advantage: str) -> None:
+    """Enumerated over all groups of four answers, of which two are right: the gradient is a multiple of that of p."""
+    rule, method = Sequential(probe=2).build(4), ADVANTAGES[advantage]()
+    logits = torch.tensor([0.3, -1.0, 0.7, 0.1, -0.4], dtype=torch.float64, requires_grad=True)
+    reward_of = [1.0, 0.0, 1.0, 0.0, 0.0]
+    logp = logits.log_softmax(0)
+    score = [torch.autograd.grad(logp[answer], logits, retain_graph=True)[0] for answer in range(5)]
+    rate = logp.exp()[[0, 2]].sum()
+    of_rate = torch.autograd.grad(rate, logits, retain_graph=True)[0]
+    gradient = torch.zeros_like(of_rate)
+    for answers in itertools.product(range(5), repeat=4):
+        size = 4 if reward_of[answers[0]] != reward_of[answers[1]] else rule.next()
+        seen = answers[:size]
+        advantages = method(np.array([reward_of[answer] for answer in seen]))
+        p = float(logp[list(answers)].sum().exp())
+        for answer, a in zip(seen, advantages, strict=True):
+            gradient += p * a / size * score[answer]
+    weight = float(gradient @ of_rate / (of_rate @ of_rate))
+    assert weight > 0
+    torch.testing.assert_close(gradient, weight * of_rate)
