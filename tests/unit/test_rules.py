@@ -46,7 +46,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "confidence": ("arrol", {"quality": "confidence", "cold_start": 1, "min_survivors": 0}),
     "logprob": ("arrol", {"quality": "logprob", "at": 4, "cold_start": 1, "balance": "literal"}),
     "distinct": ("arrol", {"quality": "logprob", "at": 4, "cold_start": 1, "balance": "distinct"}),
-    "within": ("arrol", {"quality": "logprob", "at": 4, "cold_start": 1, "balance": "within", "min_survivors": 0}),
 }
 
 

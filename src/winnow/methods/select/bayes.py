@@ -83,6 +83,8 @@ class BayesSelector(StreamSelector):
         self.seen_at_N = np.zeros(len(prompts), np.uint32)
         """Step of the last group, from which right and wrong rollouts are forgotten."""
         self.step, self.size = 0, 8
+        """Steps so far, and the size of the last step's smallest group: a probe decides whether its group is mixed."""
+        self._sizes: list[int] = []
         self.all_right, self.all_rollouts = 1.0, 2.0
         """Right rollouts and all, of all prompts, forgotten likewise."""
         self._found: list[tuple[float, float]] = []
@@ -133,12 +135,14 @@ class BayesSelector(StreamSelector):
         self.right_N[ordinals] = self.right_N[ordinals] * left + right
         self.wrong_N[ordinals] = self.wrong_N[ordinals] * left + wrong
         self.seen_at_N[ordinals] = self.step
-        self.size = len(group.siblings)
+        self._sizes.append(len(group.siblings))
         self.all_right, self.all_rollouts = self.all_right + right, self.all_rollouts + right + wrong
 
     def end_step(self) -> None:
         super().end_step()
         self.step += 1
+        self.size = min(self._sizes, default=self.size)
+        self._sizes = []
         forget = self.options.forget
         self.all_right, self.all_rollouts = 1 + (self.all_right - 1) * forget, 2 + (self.all_rollouts - 2) * forget
         self._found = []

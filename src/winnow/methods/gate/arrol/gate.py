@@ -18,7 +18,6 @@ from ...base import Chart, RunFacts
 from ..base import Gate, GateContext
 from ..calibration import BINS, Balance, BinnedPosterior, PosteriorState, survival_factor, survival_probabilities
 from ..window import FLOATS, INTS, Columns, Window
-from ..within_table import PromptOutcomes, PromptsState
 from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_logp
 from .rule import ArrolRule, Quality, Scale
 from .stats import Realised
@@ -52,9 +51,9 @@ class Arrol:
     """Wanted share of right answers among survivors."""
     strength: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     p_min: Probability = 0.05
-    balance: Balance | Literal["distinct", "within"] = "target"
+    balance: Balance | Literal["distinct"] = "target"
     """`distinct`: ignore success; prune less often the more siblings are expected to have sampled the same tokens so
-    far. `within`: by a survivor's worth to its own group, given the outcomes of its prompt at earlier visits."""
+    far."""
     cold_start: PositiveInt = 20
     """Optimizer steps in which the predictor learns and nothing is pruned."""
     min_survivors: NonNegativeInt | None = None
@@ -65,8 +64,6 @@ class Arrol:
     def __post_init__(self) -> None:
         if self.p_min > self.keep_rate:
             raise ValueError(f"p_min={self.p_min} must not be above keep_rate={self.keep_rate}: it would replace it")
-        if self.balance == "within" and self.p_min == 0:
-            raise ValueError("balance: within needs p_min above 0: it asks what a survivor is worth at every keep rate")
         if self.unbiased and self.p_min == 0:
             raise ValueError("unbiased needs p_min above 0: what never survives cannot be weighted")
         for name in ("quantile", "share") if self.at is not None else ():
@@ -158,7 +155,8 @@ class ArrolState(State):
     survival: list[Probability]
     novelty: Annotated[list[np.ndarray], Columns(FLOATS)]
     factor: float
-    prompts: PromptsState
+    prompts: Any = None
+    """In those of version 0.2; unused."""
 
 
 class ArrolGate(Gate):
@@ -190,8 +188,6 @@ class ArrolGate(Gate):
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
         self._novelty = Window(REMEMBERED)
         self._factor = 1.0
-        self._prompts = PromptOutcomes(options.keep_rate, options.p_min, REMEMBERED)
-        """For `within`."""
         self._realised = Realised()
 
     @property
@@ -214,7 +210,6 @@ class ArrolGate(Gate):
             p_min=o.p_min,
             head=self.head.weights if o.quality == "head" else None,
             scale=o.scale,
-            within=self._prompts.table,
         )
 
     def observe(self, group: Group) -> None:
@@ -241,11 +236,8 @@ class ArrolGate(Gate):
         if scored:
             self._realised.siblings(scored)
         survivors = sum(r.fate != Fate.PRUNED for r in group.siblings)
-        labels = [(self._right(r), 1 / r.survival_p) for r in group.siblings]
-        judged = [(label, weight) for label, weight in labels if label is not None]
-        if judged and self.options.balance == "within":
-            self._prompts.visited(group.prompt.ordinal, judged)
-        self._realised.group([label for label, _ in judged], survivors, len(group.siblings))
+        labels = [self._right(r) for r in group.siblings]
+        self._realised.group([label for label in labels if label is not None], survivors, len(group.siblings))
 
     def _remember(self, asked: list[Mapping[str, Any]], group: Group) -> None:
         """Store a group's rollouts in their state at the detection token, whatever their fate."""
@@ -255,9 +247,6 @@ class ArrolGate(Gate):
             self._realised.decided(evidence["chance"], evidence["novelty"])
             self._bins.append(self._posterior.bin_of(evidence["score"]))
             self._novelty.append(evidence["novelty"])
-            if self.options.balance == "within":
-                number, known = self._posterior.bin_of(evidence["score"]), evidence.get("known", False)
-                self._prompts.asked(group.prompt.ordinal, number, len(group.siblings), known=known)
             if self.options.quality != "head":
                 self._raw.append(evidence["raw"])
         if scored and self.options.quality == "head":
@@ -284,8 +273,6 @@ class ArrolGate(Gate):
         if o.balance == "distinct":
             if len(self._novelty):
                 self._factor = survival_factor(self._novelty.columns()[0], o.keep_rate, o.p_min)
-        elif o.balance == "within":
-            self._prompts.end_step(self._posterior)
         else:
             self._survival_B = survival_probabilities(
                 self._q_B, buffer_M, o.keep_rate, o.target, o.strength, o.p_min, o.balance
@@ -332,7 +319,6 @@ class ArrolGate(Gate):
             "survival": self._survival_B.tolist(),
             "novelty": self._novelty.state_dict(),
             "factor": self._factor,
-            "prompts": self._prompts.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -348,7 +334,6 @@ class ArrolGate(Gate):
         self._raw.load(saved.raw)
         self._lengths.load(saved.lengths)
         self._novelty.load(saved.novelty)
-        self._prompts.load_state_dict(saved.prompts, bins)
         self._set_scale()
         self._survival_B = np.array(saved.survival, np.float64)
 

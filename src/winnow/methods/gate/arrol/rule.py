@@ -17,7 +17,6 @@ from ....types import GroupView, Token, Verdict
 from ..base import Array
 from ..calibration import bin_of
 from ..deepconf import lowest
-from ..within_table import WithinTable
 from .head import HeadWeights
 
 QUALITY_STREAM = 7
@@ -54,13 +53,11 @@ class ArrolRule:
     q_B: Array
     """float64 [bins]: chance of success."""
     survival_B: Array
-    """float64 [bins]: chance of survival; empty under `distinct`. Under `within`, for prompts without a table."""
+    """float64 [bins]: chance of survival; empty under `distinct`."""
     factor: float
     p_min: float
     head: HeadWeights | None = None
     scale: Scale = "rank"
-    within: WithinTable | None = None
-    """Survival by prompt and score."""
 
     @property
     def at(self) -> Token:
@@ -119,12 +116,9 @@ class ArrolRule:
         evidence: dict[str, Any] = {"score": score, "raw": raw, "q": q, "novelty": novelty, "chance": 1.0}
         if self.quality == "head":
             evidence |= {"hidden": view.hidden, "logp": model_logp}
-        ordinal = view.visit.prompt.ordinal
-        if self.within is not None:
-            evidence["known"] = self.within.beta_of(ordinal) is not None
         if self.cold:
             return Verdict(True, evidence=evidence)
-        survival = self._survival(number, novelty, ordinal)
+        survival = self._survival(number, novelty)
         draws_G, enough = draws[view.visit.number]
         evidence["chance"] = chance = survival + forced_beyond(survival, len(draws_G), self.least)
         if draws_G[view.sibling] < survival or draws_G[view.sibling] <= enough:
@@ -132,9 +126,7 @@ class ArrolRule:
         reason = f"pruned at token {n}: predicted success {q:.2f}, survival {survival:.2f}"
         return Verdict(False, reason, 1 - chance, evidence=evidence)
 
-    def _survival(self, number: int, novelty: float, ordinal: int) -> float:
-        if self.within is not None:
-            return self.within.survival(ordinal, number)
+    def _survival(self, number: int, novelty: float) -> float:
         if not len(self.survival_B):
             return min(max(self.factor * novelty, self.p_min), 1.0)
         return float(self.survival_B[number])
