@@ -251,8 +251,9 @@ def test_nothing_is_left_behind(module):
 
     run()
     gc.collect()  # files that earlier tests left to the collector would otherwise be closed in between
-    before = process.num_fds(), len(process.children())
+    files, children = process.num_fds(), len(process.children())
     for _ in range(3):
         run()
     gc.collect()
-    assert (process.num_fds(), len(process.children())) == before
+    assert process.num_fds() <= files, "fewer where the collector closed what an earlier test left"
+    assert len(process.children()) == children

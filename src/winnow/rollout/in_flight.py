@@ -185,6 +185,12 @@ class Sibling:
         return self.rollout
 
 
+def siblings_of(job: Job, *, greedy: bool) -> list[Sibling]:
+    """Return the siblings of a job, with a greedy one at the end if wanted."""
+    stop = job.first + job.size
+    return [Sibling(i, greedy=i == stop) for i in range(job.first, stop + greedy)]
+
+
 @dataclass
 class Flight:
     """One group in flight."""

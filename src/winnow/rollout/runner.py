@@ -33,7 +33,7 @@ from ..methods.gate import NamedRule
 from ..types import Decision, Fate, Group, Job, Purpose, Turn
 from .gate_rules import ActiveRules
 from .history import append_or_restart, begin
-from .in_flight import Awaited, Flight, Sibling
+from .in_flight import Awaited, Flight, Sibling, siblings_of
 from .options import STREAMS, RolloutOptions
 
 OVERLAP = 8
@@ -82,9 +82,7 @@ class RolloutRunner:
     def launch(self, job: Job) -> None:
         """Start the siblings of a job. If the prompt cannot be encoded, all of them fail."""
         visit, options = job.visit, self.options[job.purpose]
-        numbers = range(job.first, job.first + job.size + options.greedy_baseline)
-        siblings = [Sibling(i, greedy=i == job.first + job.size) for i in numbers]
-        flight = Flight(job, siblings, [])
+        flight = Flight(job, siblings_of(job, greedy=options.greedy_baseline), [])
         if flight.key in self._flights:
             raise ValueError(f"visit {visit.number} is already in flight")
         if job.purpose == "train":
