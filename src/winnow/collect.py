@@ -30,6 +30,7 @@ from .record.ledger import Ledger
 from .record.step_metrics import Tally
 from .record.stop_conditions import Limits, RunStoppedError, StopConditions
 from .reuse import Reuse, UsedState
+from .rollout.in_flight import reward_truncated
 from .sampler.base import GroupSource
 from .sampler.buffer import Buffer, oldest_version
 from .sampler.codec import Prompts, group_from, group_state, visit_from, visit_state
@@ -254,7 +255,11 @@ class Collector:
 
     def _with_probe(self, group: Group) -> Group:
         probe = self._probes.pop(group.visit.number, None)
-        return group if probe is None else replace(group, rollouts=[*probe.rollouts, *group.rollouts])
+        if probe is None:
+            return group
+        rollouts = [*probe.rollouts, *group.rollouts]
+        reward_truncated(rollouts)
+        return replace(group, rollouts=rollouts)
 
     def _continue(self, group: Group) -> bool:
         """Start the siblings that are to join a finished group; return whether there are any."""
@@ -372,9 +377,13 @@ class Collector:
         """Relaunch the groups that were in flight; they stay booked as dispatched."""
         visits = [visit_from(visit, self.prompts["train"]) for visit, _ in in_flight]
         _VISITS.validate_python(visits)
+        if unknown := self._probes.keys() - {visit.number for visit in visits}:
+            raise ValueError(f"visits {sorted(unknown)} have a probe, but are not in flight")
         for visit, (_, size) in zip(visits, in_flight, strict=True):
-            if size > self.group_size.largest:
-                raise ValueError(f"groups have at most {self.group_size.largest} rollouts (got {size})")
+            probe = self._probes.get(visit.number)
+            whole = size if probe is None else size + len(probe.rollouts)
+            if whole > self.group_size.largest:
+                raise ValueError(f"groups have at most {self.group_size.largest} rollouts (got {whole})")
             self._start(visit, size)
 
 

@@ -14,8 +14,9 @@ from winnow import Trainer
 from winnow.config import ConfigError
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.size.sequential import Sequential
+from winnow.rollout.in_flight import reward_truncated
 from winnow.run.build_methods import build_collector
-from winnow.types import Group, Job, Visit
+from winnow.types import Group, GroupKind, Job, Prompt, Visit
 
 from .. import parity
 from ..builders.runs import assert_clean, fingerprint
@@ -39,6 +40,37 @@ def test_only_a_probe_with_a_signal_is_continued(tmp_path: Path) -> None:
     judged = sum(int(row["groups/judged"]) for row in run.metrics)
     assert totals["filtered"]["rollouts"] == 2 * (judged - 12) > 0
     assert all(2 < row["groups/size_mean"] < 4 for row in run.metrics)
+
+
+def test_truncated_siblings_have_the_rewards_of_their_environment() -> None:
+    """Also where the environment rewards only siblings of the second part."""
+    probe, rest = finished(None, [0.7, 0.2]), finished(None, [None, 1.0], first=2)  # type: ignore[arg-type]
+    rollouts = [*probe.rollouts, *rest.rollouts]
+    for rollout in rollouts:
+        rollout.fate, rollout.stop_reason = None, "length"
+        rollout.rewards = {"judge": rollout.reward}
+    rollouts[3].rewards = {"env": 1.0}
+    reward_truncated(rollouts)
+    assert [(r.reward, r.rewards) for r in rollouts] == [(0.0, {"env": 0.0})] * 3 + [(1.0, {"env": 1.0})]
+
+
+def test_the_mean_reward_weighs_groups_by_size(tmp_path: Path) -> None:
+    """Else stopping at equal rewards would bias it."""
+    rng = np.random.default_rng(0)
+    config = {"max_steps": 60, "prompts_per_step": 8, "num_generations": 8, "max_skipped_steps": 99} | {
+        "group_size": {"name": "sequential", "probe": 4}
+    }
+    run = FakeRun(tmp_path / "l.sqlite", lambda visit, size: list((rng.random(size) < 0.1).astype(float)), config)
+    run.run()
+    rolled = np.array([row["rollouts/sampled"] for row in run.metrics])
+    assert np.average([row["reward"] for row in run.metrics], weights=rolled) == pytest.approx(0.1, abs=0.012)
+
+
+def test_a_probe_that_tells_nothing_is_continued() -> None:
+    rule = Sequential(probe=2).build(4)
+    for rewards, more in (([None, 1.0], 2), ([None, None], 0)):
+        group = finished(Visit(0, 0, Prompt("p", 0, text="")), rewards)
+        assert rule.more(group, GroupKind.NOT_JUDGED) == more
 
 
 class Slow:
@@ -86,6 +118,11 @@ def test_a_resume_keeps_the_probes_of_groups_in_flight(tmp_path: Path) -> None:
         assert [[r.sibling for r in group.rollouts] for group in batch.groups] == [[0, 1, 2, 3]] * 2
     with pytest.raises(ValueError, match=r"probes: "):
         collector.load_state_dict(states[0] | {"probes": [{}]})
+    collector.load_state_dict(states[0])
+    with pytest.raises(ValueError, match=r"have a probe, but are not in flight"):
+        collector.relaunch([])
+    with pytest.raises(ValueError, match=r"at most 4 rollouts \(got 6\)"):
+        collector.relaunch([[visit, 4] for visit, _ in states[0]["in_flight"]])
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ class Tally:
         self.groups = 0
         self.sizes: list[int] = []
         self.reward_sets: list[np.ndarray] = []
+        self.rewarded_sizes: list[int] = []
+        """Sizes of the groups in `reward_sets`."""
         self.by_function: dict[str, list[float]] = {}
         self.kinds: Counter[GroupKind] = Counter()
         self.lengths: list[int] = []
@@ -60,6 +62,7 @@ class Tally:
         present = rewards_G[~np.isnan(rewards_G)]
         if len(present):
             self.reward_sets.append(present)
+            self.rewarded_sizes.append(len(group.siblings))
         self.kinds[self.judge.kind(group)] += 1
         if len(present) > 1:
             ended = [rollout for rollout in group.siblings if rollout.reward is not None]
@@ -119,7 +122,9 @@ class Tally:
         if self.distinct:
             metrics["completions/distinct"] = float(np.mean(self.distinct))
         if self.reward_sets:
-            metrics["reward"] = float(np.mean([r.mean() for r in self.reward_sets]))
+            # By size: a mean over groups is biased where the first rewards decide how large a group becomes.
+            means = [rewards.mean() for rewards in self.reward_sets]
+            metrics["reward"] = float(np.average(means, weights=self.rewarded_sizes))
             metrics["reward_std"] = float(np.mean([r.std() for r in self.reward_sets]))
         for name, values in sorted(self.by_function.items()):
             metrics |= {f"rewards/{name}/mean": float(np.mean(values)), f"rewards/{name}/std": float(np.std(values))}

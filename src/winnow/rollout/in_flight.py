@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -185,6 +185,18 @@ class Sibling:
         return self.rollout
 
 
+def reward_truncated(rollouts: Sequence[Rollout]) -> None:
+    """Where the environment rewards some, give 0 to those that were truncated before it could, as without functions.
+
+    Two kinds of rewards in a group would teach to be truncated, or not to be.
+    """
+    if not any("env" in rollout.rewards for rollout in rollouts):
+        return
+    for rollout in rollouts:
+        if rollout.fate is None and "env" not in rollout.rewards and rollout.stop_reason in TRUNCATED:
+            rollout.reward, rollout.rewards = 0.0, {"env": 0.0}
+
+
 def siblings_of(job: Job, *, greedy: bool) -> list[Sibling]:
     """Return the siblings of a job, with a greedy one at the end if wanted."""
     stop = job.first + job.size
@@ -231,16 +243,9 @@ class Flight:
                 rollout.fate, rollout.reason = Fate.CUT, reason
 
     def closed(self) -> Group:
-        """Return the group of the rollouts that have ended.
-
-        Where the environment rewards some, one that was truncated before it got a reward has 0, as without reward
-        functions: two kinds of rewards in a group would teach to be truncated, or not to be.
-        """
+        """Return the group of the rollouts that have ended."""
         rollouts = [s.rollout for s in self.siblings if s.rollout is not None]
-        if any("env" in r.rewards for r in rollouts):
-            for rollout in rollouts:
-                if rollout.fate is None and rollout.reward is None and rollout.stop_reason in TRUNCATED:
-                    rollout.reward, rollout.rewards = 0.0, {"env": 0.0}
+        reward_truncated(rollouts)
         return Group(self.visit, rollouts, self.decisions, self.job.purpose)
 
     def view(self, at: GatePoint) -> GroupView:

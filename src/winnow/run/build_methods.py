@@ -79,8 +79,8 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
     advantage: Advantage = options["advantage"][0]
     if advantage.smallest_group > group_size.smallest:
         raise ConfigError(
-            f"advantage: {c.advantage} needs groups of at least {advantage.smallest_group} rollouts, but they may have "
-            f"only {group_size.smallest}; lower its k, or raise num_generations"
+            f"advantage: {name_of(c.advantage)} needs groups of at least {advantage.smallest_group} rollouts, but they "
+            f"may have only {group_size.smallest}; lower its k, or raise num_generations or the sizes of group_size"
         )
     if c.reuse is not None and loss.policy_loss == "plain" and not loss.correction.active:
         raise ConfigError(

@@ -105,7 +105,8 @@ class Deadlines:
         self._closed = False
 
     def __del__(self) -> None:
-        self.close()
+        with contextlib.suppress(TypeError):  # modules may be gone at the interpreter's end
+            self.close()
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         call = _Call(function)

@@ -130,7 +130,7 @@ class BayesSelector(StreamSelector):
             right = wrong = (right + wrong) / 2
         ordinals = np.array([group.prompt.ordinal])
         a, b = self.posterior(ordinals)
-        self._found.append((float(mixed_probability(a, b, int(right + wrong))[0]), float(mixed)))
+        self._found.append((float(mixed_probability(a, b, min(self.size, int(right + wrong)))[0]), float(mixed)))
         left = self.options.forget ** (self.step - float(self.seen_at_N[ordinals[0]]))
         self.right_N[ordinals] = self.right_N[ordinals] * left + right
         self.wrong_N[ordinals] = self.wrong_N[ordinals] * left + wrong

@@ -53,4 +53,6 @@ class SequentialSize(GroupSize):
         return self.smallest
 
     def more(self, group: Group, kind: GroupKind) -> int:
-        return self.largest - self.smallest if kind is GroupKind.SIGNAL else 0
+        """Where too few siblings of the probe have a reward to tell, the others decide."""
+        undecided = kind is GroupKind.NOT_JUDGED and any(rollout.reward is not None for rollout in group.rollouts)
+        return self.largest - self.smallest if undecided or kind is GroupKind.SIGNAL else 0
