@@ -52,7 +52,10 @@ def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
 
 
 def best_rates(runs: Figures, seed: int = TUNING) -> dict[str, int]:
-    """The rate of each arm with the highest held-out pass@1 at the tokens of its cheapest run, by the tuning seed."""
+    """The rate of each arm with the highest held-out pass@1 at the tokens of its cheapest run, by the tuning seed.
+
+    An arm that was run at one rate alone, without the tuning seed, keeps it.
+    """
     chosen = {}
     for arm in RECIPES:
         curves = {}
@@ -63,6 +66,8 @@ def best_rates(runs: Figures, seed: int = TUNING) -> dict[str, int]:
         if curves:
             tokens = min(curve[-1][1] for curve in curves.values())
             chosen[arm] = max(curves, key=lambda rate: at_tokens(curves[rate], tokens))
+        elif len(run_at := [rate for rate in RATES if runs.get(name_of(arm, rate))]) == 1:
+            chosen[arm] = run_at[0]
     return chosen
 
 
@@ -71,16 +76,35 @@ def at_tokens(curve: list[list[float]], tokens: float) -> float:
     return float(np.interp(tokens, [point[1] for point in curve], [point[3] for point in curve]))
 
 
+def base_of(runs: Figures) -> dict[int, list[list[float]]]:
+    """Curves of the tuned base, by seed."""
+    return {run["seed"]: run["curve"] for run in runs.get(name_of(BASE, best_rates(runs).get(BASE, 1)), [])}
+
+
+def ahead(runs: Figures) -> Column:
+    """Held-out pass@1 less the tuned base's after as many tokens, where the cheaper of both ends; of the same seed."""
+
+    def cell(found: list[Summary], _: list[Summary]) -> str:
+        base, pairs = base_of(runs), []
+        for run in found:
+            if run["seed"] in base:
+                curves = run["curve"], base[run["seed"]]
+                tokens = min(curve[-1][1] for curve in curves)
+                pairs.append((at_tokens(curves[0], tokens), at_tokens(curves[1], tokens)))
+        return t.text(t.paired_estimate(pairs, False), "{:+.3f}")
+
+    return Column("pass@1 at equal tokens, less DAPO's", cell)
+
+
 def to_final(runs: Figures, head: str, part: float) -> Column:
     """Tokens to a part of the tuned base's final pass@1, over the base's; of the same seed."""
 
     def cell(found: list[Summary], _: list[Summary]) -> str:
-        base = {run["seed"]: run for run in runs.get(name_of(BASE, best_rates(runs).get(BASE, 1)), [])}
-        pairs, n = [], 0
+        base, pairs, n = base_of(runs), [], 0
         for run in found:
             if run["seed"] in base:
                 n += 1
-                other = base[run["seed"]]["curve"]
+                other = base[run["seed"]]
                 costs = [t.cost_to(curve, part * other[-1][3], "tokens") for curve in (run["curve"], other)]
                 if costs[0] and costs[1]:
                     pairs.append((costs[0], costs[1]))
@@ -105,7 +129,7 @@ def tables(said: Said) -> dict[str, str]:
         t.mean("final pass@8", "deployed.pass@8"),
         t.mean("tokens", "tokens", "{:.2f}M", 1e-6),
     ]
-    to = [to_final(runs, "tokens to DAPO's final pass@1", 1.0), to_final(runs, "to 95% of it", 0.95)]
+    to = [ahead(runs), to_final(runs, "tokens to DAPO's final pass@1", 1.0), to_final(runs, "to 95% of it", 0.95)]
     return {
         "rates": t.table_of({arm: found for arm, found in tuning.items() if found}, [*columns, *to]),
         "thrifty": t.table_of({arm: found for arm, found in tuned.items() if found}, [*columns, *to]),
