@@ -32,7 +32,7 @@ def test_a_picture_says_what_was_found(tmp_path: Path, arguments: list[str]) -> 
         "calibrate": ["precision held out", "oracle", "chosen", "(measured)"],
     }
     for words in wanted[arguments[0]]:
-        assert words in text, "in the drawing, as a comment beside its glyphs"
+        assert words in text, "in the drawing, as a comment next to its glyphs"
 
 
 @pytest.mark.parametrize(("name", "message"), [("p.jpeg", "ends in .png, .svg, .pdf"), ("no/p.png", "does not exist")])

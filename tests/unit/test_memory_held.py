@@ -47,7 +47,7 @@ from .engine_models import make_model, word_tokenizer
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen2-tied", "qwen3"])
 def test_an_engine_holds_its_weights_once_and_gives_them_back(name: str) -> None:
-    """Cast on their way to the device; loaded anew without a second set; of every class, released for the update."""
+    """Cast on their way to the device; loaded again without a second set; of every class, released for the update."""
     model = make_model(name, vocab_size=3000)
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with PretendCuda() as gpu:
