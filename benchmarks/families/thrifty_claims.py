@@ -5,6 +5,8 @@ Rates are chosen on `TUNING`, a seed that is not reported.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +16,72 @@ from runs import Run
 from tables import SEEDS, Column, Figures, Summary
 
 TUNING = 9
-START = Start("countdown-uniform", {"max_steps": 270})
-RATES = (1, 2, 4)
-"""In units of 1e-4."""
-RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "dapo-fixed": ("countdown-dapo", ("rollout_batch.name=fixed", "rollout_batch.surplus=discard")),
-    "dapo": ("countdown-dapo", ()),
-    "greso": ("countdown-greso", ()),
-    "greso-4-updates": ("countdown-greso", ("num_iterations=4", "policy_loss=clip", "step_scale=ess")),
-    "greso-reuse-4": ("countdown-greso", ("reuse={updates: 4}", "step_scale=ess", "max_steps=800")),
-    "greso-reuse-4-clip": ("thrifty", ("group_size=fixed",)),
-    "thrifty": ("thrifty", ()),
+RATES = (0.5, 1, 2, 4)
+"""In units of the task's: the lower three for arms with many small updates, else the upper three."""
+FIXED = ("rollout_batch.name=fixed", "rollout_batch.surplus=discard")
+GRESO = ("selector=greso", "rollout_batch=adaptive", "max_lag=1")
+REUSE = ("reuse={updates: 4, max_age: 16, min_ess: 0.5}", "step_scale=ess")
+CLIP = ("policy_loss=clip", "epsilon_high=0.28", "correction=none")
+UPDATES = ("num_iterations=4", "step_scale=ess")
+PROBE = ("group_size={name: sequential, probe: 4}",)
+SMALL = ("prompts_per_step=8", "eval_steps=100")
+"""As many optimizer steps a sampled token as `REUSE` has, each with a quarter of the groups."""
+METHODS: dict[str, tuple[str, ...]] = {
+    "dapo-fixed": FIXED,
+    "dapo": (),
+    "greso": GRESO,
+    "greso-probe": (*GRESO, *PROBE),
+    "greso-4-updates": (*GRESO, *UPDATES, *CLIP),
+    "probe-4-updates": (*GRESO, *UPDATES, *CLIP, *PROBE),
+    "greso-reuse-4": (*GRESO, *REUSE),
+    "greso-reuse-4-clip": (*GRESO, *REUSE, *CLIP),
+    "dapo-small": (*FIXED, *SMALL),
+    "greso-small": (*GRESO, *SMALL),
+    "probe-small": (*GRESO, *SMALL, *PROBE),
+    "thrifty": (*GRESO, *REUSE, *CLIP, *PROBE),
+}
+"""Arm -> what it changes in the task's recipe, which refills groups without signal exactly."""
+DAPO_REFILL = (
+    *("gates=[]", "filter=zero_variance", "num_generations=8", "prompts_per_step=32", "advantage=rloo"),
+    *("policy_loss=plain", "loss_type=sequence_sum", "correction={name: truncate, low: 0.1003, high: 9.974}"),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe, what all arms change in it, and the unit of its learning rates."""
+
+    recipe: str
+    changes: tuple[str, ...]
+    rate: float
+    steps: int
+    """Of an arm without `reuse`; the others have more, which sample less than half of the tokens."""
+    start: Start | None = None
+
+
+TASKS = {
+    "countdown": Task(
+        "countdown-dapo", ("env.train_size=4096",), 1e-4, 300, Start("countdown-uniform", {"max_steps": 270})
+    ),
+    "chain": Task(
+        "chain-sum-arrol",
+        (*DAPO_REFILL, "eval_steps=10", "eval_prompts=256"),
+        1e-4,
+        100,
+        Start("chain-sum-arrol", {"max_steps": 900, "batch_size": 32}, "warm-chain-sum", shared=True),
+    ),
+    "smollm2": Task(
+        "arithmetic-smollm2",
+        (*DAPO_REFILL, "model=smollm2-135m", "eval_steps=4", "eval_prompts=256", "eval_generations=4"),
+        1e-5,
+        60,
+    ),
 }
 BASE = "dapo-fixed"
 
 
-def name_of(arm: str, rate: int) -> str:
-    return f"{arm}-lr{rate}"
+def name_of(arm: str, rate: float, task: str = "countdown") -> str:
+    return f"{arm}-lr{rate}" if task == "countdown" else f"{task}-{arm}-lr{rate}"
 
 
 def summary(run: Run) -> Summary:
@@ -51,13 +102,13 @@ def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
     return said | {"runs": t.merged(said.get("runs", {}), new, list(FAMILY.by_name()))}
 
 
-def best_rates(runs: Figures, seed: int = TUNING) -> dict[str, int]:
+def best_rates(runs: Figures, seed: int = TUNING) -> dict[str, float]:
     """The rate of each arm with the highest held-out pass@1 at the tokens of its cheapest run, by the tuning seed.
 
     An arm that was run at one rate alone, without the tuning seed, keeps it.
     """
     chosen = {}
-    for arm in RECIPES:
+    for arm in METHODS:
         curves = {}
         for rate in RATES:
             for run in runs.get(name_of(arm, rate), []):
@@ -136,15 +187,13 @@ def tables(said: Said) -> dict[str, str]:
     }
 
 
-FAMILY = Family(
-    work="thrifty",
-    arms=tuple(
-        Arm(name_of(arm, rate), recipe, (*changes, "env.train_size=4096", f"learning_rate={rate}e-4"), START)
-        for arm, (recipe, changes) in RECIPES.items()
-        for rate in RATES
-    ),
-    collect=collect,
-    tables=tables,
-    may_stop=True,
-    jobs=1,
-)
+def arms() -> Iterator[Arm]:
+    for task, each in TASKS.items():
+        for arm, changes in METHODS.items():
+            steps = each.steps * (10 if REUSE[0] in changes else 12 if SMALL[0] in changes else 3) // 3
+            for rate in RATES:
+                settings = (f"learning_rate={rate * each.rate:g}", f"max_steps={steps}")
+                yield Arm(name_of(arm, rate, task), each.recipe, (*each.changes, *changes, *settings), each.start)
+
+
+FAMILY = Family(work="thrifty", arms=tuple(arms()), collect=collect, tables=tables, may_stop=True, jobs=1)

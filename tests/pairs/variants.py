@@ -54,6 +54,7 @@ VALUES: dict[tuple[str, str], list[Settings]] = {
     ("selector", "ordered"): [{"by": "task_type", "levels": ["y", "x"]}],
     ("selector", "pass_rate"): [{"refresh_steps": 1, "n": 2, "low": 0.0}],
     ("group_size", "adaptive_k"): [{"tau_down": 0.05, "dwell": 1}],
+    ("group_size", "sequential"): [{"hard_size": 6}],
     ("gates", "divergence"): [
         {"k": 10, "threshold": 0.12, "steps": {1: 0.6, 2: 0.7}},
         {"termination": 0.5},

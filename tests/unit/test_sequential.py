@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,27 @@ def test_a_probe_that_tells_nothing_is_continued() -> None:
     for rewards, more in (([None, 1.0], 2), ([None, None], 0)):
         group = finished(Visit(0, 0, Prompt("p", 0, text="")), rewards)
         assert rule.more(group, GroupKind.NOT_JUDGED) == more
+
+
+def test_a_group_without_a_right_answer_goes_on_until_it_has_one(tmp_path: Path) -> None:
+    rolled_out: Counter[int] = Counter()
+
+    def first_right_at(visit: Visit, size: int) -> list[float | None]:
+        at, start = {0: 3, 1: 5, 2: 99, 3: 3}[visit.prompt.ordinal % 4], rolled_out[visit.number]
+        rolled_out[visit.number] += size
+        return [float(i == at) for i in range(start, start + size)]
+
+    config = {"max_steps": 3, "prompts_per_step": 4} | SEQUENTIAL
+    config["group_size"] = {"name": "sequential", "probe": 2, "hard_size": 8}
+    run = FakeRun(tmp_path / "l.sqlite", first_right_at, config).run()
+    sizes: dict[int, set[int]] = {0: set(), 1: set(), 3: set()}
+    for group in itertools.chain.from_iterable(run.update.batches):
+        assert [r.sibling for r in group.rollouts] == list(range(len(group.rollouts)))
+        sizes[group.visit.prompt.ordinal % 4].add(len(group.rollouts))
+    assert sizes == {0: {4}, 1: {6}, 3: {4}}
+    assert run.collector.group_size.largest == 8
+    without = sum(int(row["groups/judged"]) for row in run.metrics) - 12
+    assert run.ledger.totals()["filtered"]["rollouts"] == 8 * without > 0
 
 
 class Slow:
@@ -154,6 +176,7 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
     given = tiny_config | SEQUENTIAL | {"reward_funcs": [REWARD]}
     for change, message in (
         ({"num_generations": 2}, "group_size: probe=2 must be below num_generations=2"),
+        ({"group_size": {"name": "sequential", "probe": 2, "hard_size": 2}}, "group_size: hard_size=2 must be above"),
         ({"gates": [{"name": "random", "k": 1}]}, "group_size: gates compare the siblings of a group"),
         ({"advantage": "remax", "filter": "keep_all"}, "group_size: advantage: remax needs a greedy rollout a group"),
     ):
@@ -161,10 +184,17 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
             Trainer(config=given | change)
 
 
+def judged(rewards: list[float]) -> tuple[Group, GroupKind]:
+    mean = sum(rewards) / len(rewards)
+    kind = GroupKind.SIGNAL if 0 < mean < 1 else GroupKind.EASY if mean else GroupKind.HARD
+    return finished(Visit(0, 0, Prompt("p", 0, text="")), rewards), kind
+
+
+@pytest.mark.parametrize("hard_size", [None, 6])
 @pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo"])
-def test_stopping_keeps_the_direction_of_a_prompts_gradient(advantage: str) -> None:
-    """Enumerated over all groups of four answers, of which two are right: the gradient is a multiple of that of p."""
-    rule, method = Sequential(probe=2).build(4), ADVANTAGES[advantage]()
+def test_stopping_keeps_the_direction_of_a_prompts_gradient(advantage: str, hard_size: int | None) -> None:
+    """Enumerated over all groups of five kinds of answers, two of them right: it is a multiple of the gradient of p."""
+    rule, method = Sequential(2, hard_size).build(4), ADVANTAGES[advantage]()
     logits = torch.tensor([0.3, -1.0, 0.7, 0.1, -0.4], dtype=torch.float64, requires_grad=True)
     reward_of = [1.0, 0.0, 1.0, 0.0, 0.0]
     logp = logits.log_softmax(0)
@@ -172,8 +202,10 @@ def test_stopping_keeps_the_direction_of_a_prompts_gradient(advantage: str) -> N
     rate = logp.exp()[[0, 2]].sum()
     of_rate = torch.autograd.grad(rate, logits, retain_graph=True)[0]
     gradient = torch.zeros_like(of_rate)
-    for answers in itertools.product(range(5), repeat=4):
-        size = 4 if reward_of[answers[0]] != reward_of[answers[1]] else rule.next()
+    for answers in itertools.product(range(5), repeat=rule.largest):
+        size = rule.next()
+        while more := rule.more(*judged([reward_of[answer] for answer in answers[:size]])):
+            size += more
         seen = answers[:size]
         advantages = method(np.array([reward_of[answer] for answer in seen]))
         p = float(logp[list(answers)].sum().exp())
