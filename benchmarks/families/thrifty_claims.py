@@ -5,7 +5,7 @@ Rates are chosen on `TUNING`, a seed that is not reported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ DAPO_REFILL = (
 
 
 @dataclass(frozen=True)
-class Task:
+class Setting:
     """A recipe, what all arms change in it, and the unit of its learning rates."""
 
     recipe: str
@@ -60,17 +60,17 @@ class Task:
 
 
 TASKS = {
-    "countdown": Task(
+    "countdown": Setting(
         "countdown-dapo", ("env.train_size=4096",), 1e-4, 300, Start("countdown-uniform", {"max_steps": 270})
     ),
-    "chain": Task(
+    "chain": Setting(
         "chain-sum-arrol",
         (*DAPO_REFILL, "eval_steps=10", "eval_prompts=256"),
         1e-4,
         100,
         Start("chain-sum-arrol", {"max_steps": 900, "batch_size": 32}, "warm-chain-sum", shared=True),
     ),
-    "smollm2": Task(
+    "smollm2": Setting(
         "arithmetic-smollm2",
         (*DAPO_REFILL, "model=smollm2-135m", "eval_steps=4", "eval_prompts=256", "eval_generations=4"),
         1e-5,
@@ -102,89 +102,106 @@ def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
     return said | {"runs": t.merged(said.get("runs", {}), new, list(FAMILY.by_name()))}
 
 
-def best_rates(runs: Figures, seed: int = TUNING) -> dict[str, float]:
-    """The rate of each arm with the highest held-out pass@1 at the tokens of its cheapest run, by the tuning seed.
-
-    An arm that was run at one rate alone, without the tuning seed, keeps it.
-    """
-    chosen = {}
-    for arm in METHODS:
-        curves = {}
-        for rate in RATES:
-            for run in runs.get(name_of(arm, rate), []):
-                if run["seed"] == seed:
-                    curves[rate] = run["curve"]
-        if curves:
-            tokens = min(curve[-1][1] for curve in curves.values())
-            chosen[arm] = max(curves, key=lambda rate: at_tokens(curves[rate], tokens))
-        elif len(run_at := [rate for rate in RATES if runs.get(name_of(arm, rate))]) == 1:
-            chosen[arm] = run_at[0]
-    return chosen
+Curve = list[list[float]]
+"""Step, tokens, rollouts and held-out pass@1 of each evaluation."""
 
 
-def at_tokens(curve: list[list[float]], tokens: float) -> float:
+class Task:
+    """The runs of one task, and the tuned base that they are compared with."""
+
+    def __init__(self, name: str, runs: Figures) -> None:
+        self.name, self.runs = name, runs
+        self.rates = {arm: rate for arm in METHODS if (rate := self.best_rate(arm)) is not None}
+        """The rate of each arm with the highest pass@1 at the tokens of its cheapest run, by the tuning seed.
+
+        An arm that was run at one rate alone, without the tuning seed, keeps it.
+        """
+        base = self.of(BASE, self.rates.get(BASE, RATES[0]))
+        self.base = {run["seed"]: run["curve"] for run in base}
+
+    def of(self, arm: str, rate: float) -> list[Summary]:
+        return self.runs.get(name_of(arm, rate, self.name), [])
+
+    def best_rate(self, arm: str) -> float | None:
+        curves = {rate: run["curve"] for rate in RATES for run in self.of(arm, rate) if run["seed"] == TUNING}
+        if not curves:
+            run_at = [rate for rate in RATES if self.of(arm, rate)]
+            return run_at[0] if len(run_at) == 1 else None
+        tokens = min(curve[-1][1] for curve in curves.values())
+        return max(curves, key=lambda rate: at_tokens(curves[rate], tokens))
+
+    def pairs(self, found: list[Summary]) -> list[tuple[Curve, Curve]]:
+        """Curves of runs, averaged over the tokens between two evaluations of the base, and the base's of their seed.
+
+        Without that an arm with many evaluations would reach a level earlier by chance.
+        """
+        paired = []
+        for run in found:
+            if (base := self.base.get(run["seed"])) is run["curve"]:
+                paired.append((base, base))
+            elif base:
+                paired.append((smoothed(run["curve"], base[-1][1] / (len(base) - 1) / 2), base))
+        return paired
+
+    def columns(self) -> list[Column]:
+        def ahead(found: list[Summary], _: list[Summary]) -> str:
+            passed = []
+            for curve, base in self.pairs(found):
+                tokens = min(curve[-1][1], base[-1][1])
+                passed.append((at_tokens(curve, tokens), at_tokens(base, tokens)))
+            return t.text(t.paired_estimate(passed, False), "{:+.3f}")
+
+        def to(part: float) -> Callable[[list[Summary], list[Summary]], str]:
+            def cell(found: list[Summary], _: list[Summary]) -> str:
+                pairs = self.pairs(found)
+                costs = [tuple(t.cost_to(curve, part * pair[1][-1][3], "tokens") for curve in pair) for pair in pairs]
+                there = [(own, base) for own, base in costs if own and base]
+                missed = (
+                    "" if len(there) == len(pairs) else f"; {len(pairs) - len(there)} of {len(pairs)} did not get there"
+                )
+                return t.text(t.paired_estimate(there, True), t.TWO) + missed
+
+            return cell
+
+        return [
+            SEEDS,
+            t.mean("final pass@1", "pass@1"),
+            t.mean("best on the way", "best"),
+            t.mean("final pass@8", "deployed.pass@8"),
+            t.mean("tokens", "tokens", "{:.2f}M", 1e-6),
+            Column("pass@1 at equal tokens, less DAPO's", ahead),
+            Column("tokens to DAPO's final pass@1", to(1.0)),
+            Column("to 95% of it", to(0.95)),
+            Column("to 90% of it", to(0.9)),
+        ]
+
+
+def at_tokens(curve: Curve, tokens: float) -> float:
     """Held-out pass@1 after so many tokens, between evaluations by a straight line."""
     return float(np.interp(tokens, [point[1] for point in curve], [point[3] for point in curve]))
 
 
-def base_of(runs: Figures) -> dict[int, list[list[float]]]:
-    """Curves of the tuned base, by seed."""
-    return {run["seed"]: run["curve"] for run in runs.get(name_of(BASE, best_rates(runs).get(BASE, 1)), [])}
-
-
-def ahead(runs: Figures) -> Column:
-    """Held-out pass@1 less the tuned base's after as many tokens, where the cheaper of both ends; of the same seed."""
-
-    def cell(found: list[Summary], _: list[Summary]) -> str:
-        base, pairs = base_of(runs), []
-        for run in found:
-            if run["seed"] in base:
-                curves = run["curve"], base[run["seed"]]
-                tokens = min(curve[-1][1] for curve in curves)
-                pairs.append((at_tokens(curves[0], tokens), at_tokens(curves[1], tokens)))
-        return t.text(t.paired_estimate(pairs, False), "{:+.3f}")
-
-    return Column("pass@1 at equal tokens, less DAPO's", cell)
-
-
-def to_final(runs: Figures, head: str, part: float) -> Column:
-    """Tokens to a part of the tuned base's final pass@1, over the base's; of the same seed."""
-
-    def cell(found: list[Summary], _: list[Summary]) -> str:
-        base, pairs, n = base_of(runs), [], 0
-        for run in found:
-            if run["seed"] in base:
-                n += 1
-                other = base[run["seed"]]
-                costs = [t.cost_to(curve, part * other[-1][3], "tokens") for curve in (run["curve"], other)]
-                if costs[0] and costs[1]:
-                    pairs.append((costs[0], costs[1]))
-        missed = "" if len(pairs) == n else f"; {n - len(pairs)} of {n} did not get there"
-        return t.text(t.paired_estimate(pairs, True), t.TWO) + missed
-
-    return Column(head, cell)
+def smoothed(curve: Curve, half: float) -> Curve:
+    """The mean of all evaluations within so many tokens before and after."""
+    tokens, passed = np.array([point[1] for point in curve]), np.array([point[3] for point in curve])
+    near = np.abs(tokens[:, None] - tokens) <= half
+    means = (near * passed).sum(1) / near.sum(1)
+    return [[*point[:3], float(mean), *point[4:]] for point, mean in zip(curve, means, strict=True)]
 
 
 def tables(said: Said) -> dict[str, str]:
-    runs: Figures = said["runs"]
-    rates = best_rates(runs)
-    tuning = {arm: [run for run in found if run["seed"] == TUNING] for arm, found in runs.items()}
-    tuned = {
-        name_of(arm, rate): [run for run in runs.get(name_of(arm, rate), []) if run["seed"] != TUNING]
-        for arm, rate in rates.items()
-    }
-    columns = [
-        SEEDS,
-        t.mean("final pass@1", "pass@1"),
-        t.mean("best on the way", "best"),
-        t.mean("final pass@8", "deployed.pass@8"),
-        t.mean("tokens", "tokens", "{:.2f}M", 1e-6),
-    ]
-    to = [ahead(runs), to_final(runs, "tokens to DAPO's final pass@1", 1.0), to_final(runs, "to 95% of it", 0.95)]
-    return {
-        "rates": t.table_of({arm: found for arm, found in tuning.items() if found}, [*columns, *to]),
-        "thrifty": t.table_of({arm: found for arm, found in tuned.items() if found}, [*columns, *to]),
-    }
+    """For each task that was run: every rate on the tuning seed, and the best ones on the seeds that count."""
+    made = {}
+    for name in TASKS:
+        task = Task(name, said["runs"])
+        every = {name_of(arm, rate, name): task.of(arm, rate) for arm in METHODS for rate in RATES}
+        best = {name_of(arm, rate, name): task.of(arm, rate) for arm, rate in task.rates.items()}
+        tuning = {arm: [run for run in found if run["seed"] == TUNING] for arm, found in every.items()}
+        counted = {arm: [run for run in found if run["seed"] != TUNING] for arm, found in best.items()}
+        for table, rows in ((f"rates-{name}", tuning), (f"thrifty-{name}", counted)):
+            if shown := {arm: found for arm, found in rows.items() if found}:
+                made[table] = t.table_of(shown, task.columns())
+    return made
 
 
 def arms() -> Iterator[Arm]:
