@@ -16,8 +16,8 @@ from runs import Run
 from tables import SEEDS, Column, Figures, Summary
 
 TUNING = 9
-RATES = (0.5, 1, 2, 4)
-"""In units of the task's: the lower three for arms with many small updates, else the upper three."""
+RATES = (0.25, 0.5, 1, 2, 4)
+"""In units of the task's: the lower three or four for arms with many small updates, else the upper three."""
 FIXED = ("rollout_batch.name=fixed", "rollout_batch.surplus=discard")
 GRESO = ("selector=greso", "rollout_batch=adaptive", "max_lag=1")
 REUSE = ("reuse={updates: 4, max_age: 16, min_ess: 0.5}", "step_scale=ess")

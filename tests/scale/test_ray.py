@@ -79,6 +79,18 @@ FIGURES = ("tokens_per_s", "idle", "groups", "lag", "restarts", "memory_mib")
 
 
 @pytest.mark.slow
+def test_groups_in_two_parts(config: dict[str, Any]) -> None:
+    """Also over a resume: siblings that join a probe may come from the other sampler."""
+    config |= {"group_size": {"name": "sequential", "probe": 2}, "num_generations": 4, "filter": "zero_variance"}
+    Trainer(config=config | {"max_steps": 2}).train()
+    Trainer.resume(config["output_dir"], {"max_steps": 4}).train()
+    totals = assert_clean(config)
+    assert totals["trained"]["rollouts"] > 0
+    sizes = [row["groups/size_mean"] for row in metrics(config) if "loss" in row]
+    assert len(sizes) == 4
+    assert all(2 <= size <= 4 for size in sizes)
+
+
 def test_both_samplers_say_how_they_do(config: dict[str, Any]) -> None:
     """In one step or another: where a sampler has not reported since the last one, some figures are missing."""
     endless = {"max_steps": 100_000, "max_skipped_steps": 100_000, "save_steps": 100_000, "eval_steps": None}

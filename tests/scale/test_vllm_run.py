@@ -25,7 +25,10 @@ from ..builders.vllm_runs import (
 pytest.importorskip("vllm")
 
 
-@pytest.mark.parametrize("methods", [{}, EVERYTHING], ids=["plain", "everything"])
+IN_PARTS = {"group_size": {"name": "sequential", "probe": 2, "hard_size": 6}, "num_generations": 4}
+
+
+@pytest.mark.parametrize("methods", [{}, EVERYTHING, IN_PARTS], ids=["plain", "everything", "in parts"])
 def test_a_run_is_that_of_the_embedded_engine(config: dict[str, Any], tmp_path: Path, methods: dict[str, Any]) -> None:
     """Up to rounding, which in so few steps turns no token."""
     theirs = train(config | methods)
