@@ -19,26 +19,26 @@ TUNING = 9
 RATES = (0.25, 0.5, 1, 2, 4)
 """In units of the task's: the lower three or four for arms with many small updates, else the upper three."""
 FIXED = ("rollout_batch.name=fixed", "rollout_batch.surplus=discard")
-GRESO = ("selector=greso", "rollout_batch=adaptive", "max_lag=1")
+ROUNDS = ("rollout_batch=adaptive", "max_lag=1")
+GRESO = ("selector=greso", *ROUNDS)
+BAYES = ("selector={name: bayes, floor: 0.1}", *ROUNDS)
 REUSE = ("reuse={updates: 4, max_age: 16, min_ess: 0.5}", "step_scale=ess")
 CLIP = ("policy_loss=clip", "epsilon_high=0.28", "correction=none")
-UPDATES = ("num_iterations=4", "step_scale=ess")
 PROBE = ("group_size={name: sequential, probe: 4}",)
 SMALL = ("prompts_per_step=8", "eval_steps=100")
 """As many optimizer steps a sampled token as `REUSE` has, each with a quarter of the groups."""
 METHODS: dict[str, tuple[str, ...]] = {
     "dapo-fixed": FIXED,
     "dapo": (),
+    "dapo-small": (*FIXED, *SMALL),
     "greso": GRESO,
+    "greso-small": (*GRESO, *SMALL),
     "greso-probe": (*GRESO, *PROBE),
-    "greso-4-updates": (*GRESO, *UPDATES, *CLIP),
-    "probe-4-updates": (*GRESO, *UPDATES, *CLIP, *PROBE),
     "greso-reuse-4": (*GRESO, *REUSE),
     "greso-reuse-4-clip": (*GRESO, *REUSE, *CLIP),
-    "dapo-small": (*FIXED, *SMALL),
-    "greso-small": (*GRESO, *SMALL),
-    "probe-small": (*GRESO, *SMALL, *PROBE),
-    "thrifty": (*GRESO, *REUSE, *CLIP, *PROBE),
+    "greso-reuse-4-probe": (*GRESO, *REUSE, *CLIP, *PROBE),
+    "bayes-reuse-4-probe": (*BAYES, *REUSE, *CLIP, *PROBE),
+    "thrifty": (*BAYES, *SMALL),
 }
 """Arm -> what it changes in the task's recipe, which refills groups without signal exactly."""
 DAPO_REFILL = (
@@ -204,6 +204,27 @@ def tables(said: Said) -> dict[str, str]:
     return made
 
 
+def draw(said: Said, path: Path) -> None:
+    """Held-out pass@1 against tokens on Countdown: means over the seeds that count, averaged as in the tables."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    task = Task("countdown", said["runs"])
+    figure, axis = plt.subplots(figsize=(8, 4.5), constrained_layout=True)
+    for arm, rate in task.rates.items():
+        found = [run for run in task.of(arm, rate) if run["seed"] != TUNING]
+        if len(found) > 1:
+            tokens = np.linspace(0, min(run["curve"][-1][1] for run in found), 60)
+            passed = [[at_tokens(curve, x) for x in tokens] for curve, _ in task.pairs(found)]
+            axis.plot(tokens / 1e6, np.mean(passed, axis=0), label=f"{arm} (n={len(passed)})")
+    axis.set(xlabel="sampled tokens, millions", ylabel="held-out pass@1")
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=80)
+
+
 def arms() -> Iterator[Arm]:
     for task, each in TASKS.items():
         for arm, changes in METHODS.items():
@@ -213,4 +234,4 @@ def arms() -> Iterator[Arm]:
                 yield Arm(name_of(arm, rate, task), each.recipe, (*each.changes, *changes, *settings), each.start)
 
 
-FAMILY = Family(work="thrifty", arms=tuple(arms()), collect=collect, tables=tables, may_stop=True, jobs=1)
+FAMILY = Family(work="thrifty", arms=tuple(arms()), collect=collect, tables=tables, draw=draw, may_stop=True, jobs=1)
