@@ -28,7 +28,7 @@ from harness import ROOT, write_json
 
 FAMILIES = {
     "selection": "GRESO, Active-RLOO and both together on Countdown",
-    "thrifty": "what is saved on a tuned DAPO, each arm at its best of three learning rates",
+    "thrifty": "what is saved on DAPO at its best learning rate",
     "gate": "the mid-trajectory gate in small ALFWorld rooms",
     "arrol": "ARRoL on short and on long answers",
     "async": "what each method makes of a lag of twelve steps",
@@ -199,7 +199,9 @@ def read_options() -> tuple[argparse.Namespace, Family]:
     )
     parser.add_argument("family", choices=list(FAMILIES))
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--arms", nargs="+", help="some of the family's; an unknown one lists them")
+    parser.add_argument(
+        "--arms", nargs="+", help="some of the family's, in the place of its default ones; an unknown one lists them"
+    )
     parser.add_argument("--jobs", type=int, help="runs at a time")
     parser.add_argument("--work", type=Path, help="directory of the runs (default: under runs/)")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
@@ -216,7 +218,7 @@ def read_options() -> tuple[argparse.Namespace, Family]:
         parser.error(f"unknown arms {sorted(unknown)}; known: {', '.join(known)}")
     if options.no_runs and options.out is None:
         parser.error("--no-runs reads figures: name their file with --out")
-    options.arms = options.arms or list(known)
+    options.arms = options.arms or list(family.default or known)
     options.seeds = list(range(family.seeds)) if options.seeds is None else options.seeds
     options.jobs = options.jobs or family.jobs
     options.work = options.work or ROOT / "runs" / family.work

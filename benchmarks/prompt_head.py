@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from winnow.config import load_config
 from winnow.engine.pretrained import located
 from winnow.env.prompting import encode_prompt
+from winnow.methods.gate.arrol.stats import auroc
 from winnow.run.build import build_task
 
 TRAINED_ON = (64, 256, 1024, 2048)
@@ -29,7 +30,7 @@ RIDGE = 10.0
 
 
 def features(model: torch.nn.Module, prompts: list[tuple[int, ...]]) -> np.ndarray:
-    """Return standardised last hidden states and a constant, float64 [prompts, hidden + 1]."""
+    """Return the prompts' last hidden states, standardised over all, and a constant: float64 [N, hidden + 1]."""
     rows = []
     with torch.no_grad():
         for ids in prompts:
@@ -40,19 +41,16 @@ def features(model: torch.nn.Module, prompts: list[tuple[int, ...]]) -> np.ndarr
 
 
 def fitted(x: np.ndarray, right: np.ndarray, n: int) -> np.ndarray:
-    """Return the weights of a ridge logistic regression on counts of right answers, by Newton's method."""
+    """Return weights [D] of a ridge logistic regression on x [N, D], by Newton's method.
+
+    `right` [N]: right answers of `n`.
+    """
     w = np.zeros(x.shape[1])
     for _ in range(30):
         p = 1 / (1 + np.exp(-x @ w))
         hessian = (x * (n * p * (1 - p))[:, None]).T @ x + RIDGE * np.eye(len(w))
         w += np.linalg.solve(hessian, x.T @ (right - n * p) - RIDGE * w)
     return w
-
-
-def auroc(score: np.ndarray, positive: np.ndarray) -> float:
-    rank = score.argsort().argsort() + 1
-    n = int(positive.sum())
-    return float((rank[positive].sum() - n * (n + 1) / 2) / (n * (len(positive) - n)))
 
 
 def main() -> None:
@@ -81,7 +79,7 @@ def main() -> None:
         found.append(
             {
                 "groups": many,
-                "auroc_mixed": round(auroc(p * (1 - p), mixed), 3),
+                "auroc_mixed": round(auroc(p * (1 - p), mixed, np.ones(len(p))), 3),
                 "correlation_of_rates": round(float(np.corrcoef(p, rate)[0, 1]), 3),
                 "signal_of_the_liked_half": round(float(signal[liked].mean() / signal.mean()), 3),
             }

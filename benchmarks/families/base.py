@@ -67,6 +67,8 @@ class Family:
     tables: Callable[[Said], dict[str, str]]
     draw: Callable[[Said, Path], None] | None = None
     final: Mapping[str, Any] = field(default_factory=lambda: FINAL)
+    default: tuple[str, ...] = ()
+    """Arms that are run if none are named; empty: all."""
     seeds: int = 4
     jobs: int = 2
     vote_settings: Mapping[str, Any] = field(default_factory=dict)

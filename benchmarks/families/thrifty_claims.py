@@ -1,10 +1,11 @@
-"""Each arm at three learning rates, on 4,096 Countdown puzzles: what a tuned DAPO needs, and what is saved on it.
+"""Arms at several learning rates, on 4,096 Countdown puzzles: what a tuned DAPO needs, and what is saved on it.
 
 Rates are chosen on `TUNING`, a seed that is not reported.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from tables import SEEDS, Column, Figures, Summary
 
 TUNING = 9
 RATES = (0.25, 0.5, 1, 2, 4)
-"""In units of the task's: the lower three or four for arms with many small updates, else the upper three."""
+"""In units of the task's. Not every arm has been run at each."""
 FIXED = ("rollout_batch.name=fixed", "rollout_batch.surplus=discard")
 ROUNDS = ("rollout_batch=adaptive", "max_lag=1")
 GRESO = ("selector=greso", *ROUNDS)
@@ -41,6 +42,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "thrifty": (*BAYES, *SMALL),
 }
 """Arm -> what it changes in the task's recipe, which refills groups without signal exactly."""
+STEPS = {REUSE[0]: 10 / 3, SMALL[0]: 4}
+"""Change -> how many times as many optimizer steps an arm with it has."""
 DAPO_REFILL = (
     *("gates=[]", "filter=zero_variance", "num_generations=8", "prompts_per_step=32", "advantage=rloo"),
     *("policy_loss=plain", "loss_type=sequence_sum", "correction={name: truncate, low: 0.1003, high: 9.974}"),
@@ -55,7 +58,7 @@ class Setting:
     changes: tuple[str, ...]
     rate: float
     steps: int
-    """Of an arm without `reuse`; the others have more, which sample less than half of the tokens."""
+    """Of an arm without a change in `STEPS`."""
     start: Start | None = None
 
 
@@ -92,6 +95,7 @@ def summary(run: Run) -> Summary:
         "best": max(passed),
         "mean_pass@1": float(np.mean(passed[1:])),
         "tokens": run.data.tokens,
+        "seconds": sum(row.get(f"seconds/{part}", 0.0) for row in run.rows for part in ("generate", "update", "reuse")),
         "deployed": run.deployed,
         "curve": run.curve,
     }
@@ -116,7 +120,7 @@ class Task:
 
         An arm that was run at one rate alone, without the tuning seed, keeps it.
         """
-        base = self.of(BASE, self.rates.get(BASE, RATES[0]))
+        base = self.of(BASE, self.rates[BASE]) if BASE in self.rates else []
         self.base = {run["seed"]: run["curve"] for run in base}
 
     def of(self, arm: str, rate: float) -> list[Summary]:
@@ -228,10 +232,19 @@ def draw(said: Said, path: Path) -> None:
 def arms() -> Iterator[Arm]:
     for task, each in TASKS.items():
         for arm, changes in METHODS.items():
-            steps = each.steps * (10 if REUSE[0] in changes else 12 if SMALL[0] in changes else 3) // 3
+            steps = round(each.steps * math.prod(STEPS.get(change, 1) for change in changes))
             for rate in RATES:
                 settings = (f"learning_rate={rate * each.rate:g}", f"max_steps={steps}")
                 yield Arm(name_of(arm, rate, task), each.recipe, (*each.changes, *changes, *settings), each.start)
 
 
-FAMILY = Family(work="thrifty", arms=tuple(arms()), collect=collect, tables=tables, draw=draw, may_stop=True, jobs=1)
+FAMILY = Family(
+    work="thrifty",
+    arms=tuple(arms()),
+    default=(name_of(BASE, 2), name_of("greso", 2), name_of("thrifty", 1)),
+    collect=collect,
+    tables=tables,
+    draw=draw,
+    may_stop=True,
+    jobs=1,
+)

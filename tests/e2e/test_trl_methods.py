@@ -114,6 +114,16 @@ def test_a_probe_is_continued_where_it_has_a_signal(arguments: dict[str, Any], t
     proven(tmp_path / "out")
 
 
+def test_a_group_goes_on_until_one_is_right(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Rewards are of parts of different sizes; a hard group may end with more siblings than `num_generations`."""
+    size = {"name": "sequential", "probe": 2, "hard_size": 2 * G}
+    Watched(**arguments, group_size=size, filter="zero_variance", advantage="rloo").train()
+    with sqlite3.connect(tmp_path / "out" / "winnow" / "ledger.sqlite") as db:
+        sizes = {n for (n,) in db.execute("SELECT DISTINCT group_size FROM outcomes")}
+    assert sizes == {2, G, G + 2, 2 * G}  # a part is 2; `hard_size` is 2 G
+    proven(tmp_path / "out")
+
+
 def test_adaptive_k_doubles_the_groups(arguments: dict[str, Any], tmp_path: Path) -> None:
     """With TRL's own advantages, of groups of either size."""
     size = {"name": "adaptive_k", "tau": 0.1, "window": 1}

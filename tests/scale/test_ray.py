@@ -78,7 +78,6 @@ def test_a_run_with_gates_and_evaluations(config: dict[str, Any]) -> None:
 FIGURES = ("tokens_per_s", "idle", "groups", "lag", "restarts", "memory_mib")
 
 
-@pytest.mark.slow
 def test_groups_in_two_parts(config: dict[str, Any]) -> None:
     """Also over a resume: siblings that join a probe may come from the other sampler."""
     config |= {"group_size": {"name": "sequential", "probe": 2}, "num_generations": 4, "filter": "zero_variance"}
@@ -91,6 +90,7 @@ def test_groups_in_two_parts(config: dict[str, Any]) -> None:
     assert all(2 <= size <= 4 for size in sizes)
 
 
+@pytest.mark.slow
 def test_both_samplers_say_how_they_do(config: dict[str, Any]) -> None:
     """In one step or another: where a sampler has not reported since the last one, some figures are missing."""
     endless = {"max_steps": 100_000, "max_skipped_steps": 100_000, "save_steps": 100_000, "eval_steps": None}

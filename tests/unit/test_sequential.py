@@ -153,6 +153,7 @@ def test_a_resume_keeps_the_probes_of_groups_in_flight(tmp_path: Path) -> None:
         {"selector": "greso", "audit": {"epsilon": 0.3}},
         {"max_lag": 2, "rollout_batch": "adaptive", "correction": "truncate"},
         {"reuse": {"updates": 2}, "policy_loss": "clip", "step_scale": "ess"},
+        {"group_size": {"name": "sequential", "probe": 2, "hard_size": 7}, "max_lag": 2, "correction": "truncate"},
     ],
     ids=str,
 )
@@ -167,7 +168,9 @@ def test_a_run_resumes_exactly(tiny_config: dict[str, Any], tmp_path: Path, more
 
 def test_in_other_processes(tiny_config: dict[str, Any], tmp_path: Path) -> None:
     more = {"sync": {"name": "processes", "samplers": 2}, "max_lag": 2, "correction": "truncate", "max_steps": 6}
-    values = tiny_config | SEQUENTIAL | more | {"reward_funcs": [REWARD], "output_dir": str(tmp_path / "run")}
+    more |= {"group_size": {"name": "sequential", "probe": 2, "hard_size": 6}, "audit": {"epsilon": 0.3}}
+    more |= {"selector": "greso", "reward_funcs": [REWARD], "output_dir": str(tmp_path / "run")}
+    values = tiny_config | SEQUENTIAL | more
     Trainer(config=values).train()
     assert_clean(tmp_path / "run")
 

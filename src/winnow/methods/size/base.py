@@ -24,7 +24,7 @@ class GroupSize(Stateful, ABC):
         """Return the size of the next group."""
 
     def more(self, group: Group, kind: GroupKind) -> int:
-        """Return how many siblings join a finished group of `next()` rollouts; 0: it is whole."""
+        """Return how many siblings join a group whose parts so far are finished; 0: it is whole."""
         return 0
 
     def observe(self, step_stats: Mapping[str, float]) -> None:

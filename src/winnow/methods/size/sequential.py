@@ -27,7 +27,8 @@ class Sequential:
     """Roll out `probe` siblings; where their rewards differ, also the others, up to `num_generations`.
 
     The others are sampled by the policy of their time, and every token keeps its version. A group of which none is
-    right goes on, `probe` siblings at a time, until one is or it has `hard_size`; None: it stops after the probe.
+    right goes on, `probe` siblings at a time, until one is or it has `hard_size`; None, or where right answers are
+    unknown (`success`): it stops after the probe.
     """
 
     probe: Annotated[int, Field(ge=2)] = 4
