@@ -22,12 +22,15 @@ RATES = (0.25, 0.5, 1, 2, 4)
 FIXED = ("rollout_batch.name=fixed", "rollout_batch.surplus=discard")
 ROUNDS = ("rollout_batch=adaptive", "max_lag=1")
 GRESO = ("selector=greso", *ROUNDS)
-BAYES = ("selector={name: bayes, floor: 0.1}", *ROUNDS)
+BAYES = ("selector=bayes", *ROUNDS)
 REUSE = ("reuse={updates: 4, max_age: 16, min_ess: 0.5}", "step_scale=ess")
 CLIP = ("policy_loss=clip", "epsilon_high=0.28", "correction=none")
 PROBE = ("group_size={name: sequential, probe: 4}",)
+HARD = ("group_size={name: sequential, probe: 4, hard_size: 16}",)
 SMALL = ("prompts_per_step=8", "eval_steps=100")
 """As many optimizer steps a sampled token as `REUSE` has, each with a quarter of the groups."""
+ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
+"""Knows every pass rate: all prompts are rolled out 16 times every 100 steps, which costs it nothing here."""
 METHODS: dict[str, tuple[str, ...]] = {
     "dapo-fixed": FIXED,
     "dapo": (),
@@ -40,6 +43,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "greso-reuse-4-probe": (*GRESO, *REUSE, *CLIP, *PROBE),
     "bayes-reuse-4-probe": (*BAYES, *REUSE, *CLIP, *PROBE),
     "thrifty": (*BAYES, *SMALL),
+    "thrifty-hard": (*BAYES, *SMALL, *HARD),
+    "oracle": (*ORACLE, *SMALL),
 }
 """Arm -> what it changes in the task's recipe, which refills groups without signal exactly."""
 STEPS = {REUSE[0]: 10 / 3, SMALL[0]: 4}

@@ -1,8 +1,9 @@
 """Select by posterior: roll out a prompt the rarer, the less likely its group is to be mixed.
 
-Each prompt has a Beta posterior of its pass rate. Its prior is the run's mean rate, and what was seen of it is
-forgotten while the policy changes. The chance of a mixed group has a closed form. Draws are keyed by (seed, prompt,
-epoch) and their probabilities recorded. Kin: MoPPS and BOTS, which take the prompts with drawn rates nearest to 1/2.
+Each prompt has a Beta posterior of its pass rate, whose prior is the run's mean rate. While the policy changes the
+posterior becomes less sure, but keeps its mean: a prompt that was never solved rarely is the next time. The chance of a
+mixed group has a closed form. Draws are keyed by (seed, prompt, epoch) and their probabilities recorded. Kin: MoPPS and
+BOTS, which take the prompts with drawn rates nearest to 1/2.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class Bayes:
 
     wants_signal: ClassVar[bool] = True
 
-    forget: Annotated[float, Field(gt=0, le=1)] = 0.995
-    """What is left, a step later, of what was seen of a prompt."""
-    strength: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Rollouts that the prior is worth."""
-    power: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
-    """How sharply less likely groups are left out; of 1, 2 and 4 the best by `winnow simulate` on Countdown."""
+    forget: Annotated[float, Field(gt=0, le=1)] = 0.99
+    """What a prompt's rollouts are worth a step later."""
+    strength: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.5
+    """Rollouts that the prior is worth, and to which what was seen of a prompt falls at most."""
+    power: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
+    """How sharply less likely groups are left out."""
     floor: Probability = 0.05
     """Lowest probability to roll out a prompt."""
 
@@ -61,8 +62,8 @@ class Bayes:
 
 
 class BayesState(StreamState):
-    right_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="right")
-    wrong_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="wrong")
+    a_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="a")
+    b_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="b")
     seen_at_N: Annotated[np.ndarray, Packed("u4", "prompts")] = Field(alias="seen_at")
     step: Count
     size: PositiveInt
@@ -78,10 +79,11 @@ class BayesSelector(StreamSelector):
     def __init__(self, prompts: Sequence[Prompt], seed: int, options: Bayes, judge: GroupJudge) -> None:
         super().__init__(prompts, seed)
         self.options, self.judge = options, judge
-        self.right_N = np.zeros(len(prompts), np.float32)
-        self.wrong_N = np.zeros(len(prompts), np.float32)
+        self.a_N = np.zeros(len(prompts), np.float32)
+        self.b_N = np.zeros(len(prompts), np.float32)
+        """Posteriors after each prompt's last group, with the prior; 0 for prompts never seen."""
         self.seen_at_N = np.zeros(len(prompts), np.uint32)
-        """Step of the last group, from which right and wrong rollouts are forgotten."""
+        """Step of that group."""
         self.step, self.size = 0, 8
         """Steps so far, and the size of the last step's smallest group: a probe decides whether its group is mixed."""
         self._sizes: list[int] = []
@@ -92,14 +94,22 @@ class BayesSelector(StreamSelector):
 
     def posterior(self, ordinals_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a and b of the prompts' Beta posteriors, float64 [N]."""
-        left_N = self.options.forget ** (self.step - self.seen_at_N[ordinals_N].astype(np.float64))
-        prior = self.options.strength * self.all_right / self.all_rollouts
-        a_N = prior + self.right_N[ordinals_N] * left_N
-        return a_N, self.options.strength - prior + self.wrong_N[ordinals_N] * left_N
+        strength = self.options.strength
+        a_N, b_N = self.a_N[ordinals_N].astype(np.float64), self.b_N[ordinals_N].astype(np.float64)
+        seen_N = a_N + b_N > 0
+        worth_N = np.where(seen_N, a_N + b_N, 1.0)
+        age_N = self.step - self.seen_at_N[ordinals_N].astype(np.float64)
+        left_N = np.maximum(self.options.forget**age_N, strength / worth_N)
+        prior = self.prior()
+        return np.where(seen_N, a_N * left_N, prior), np.where(seen_N, b_N * left_N, strength - prior)
+
+    def prior(self) -> float:
+        """Return a of a prompt never seen; its b is `strength` - a."""
+        return self.options.strength * self.all_right / self.all_rollouts
 
     def keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
         """Return the probability to roll out each prompt, float64 [N]: 1 for who is as promising as one never seen."""
-        prior = self.options.strength * self.all_right / self.all_rollouts
+        prior = self.prior()
         unseen = mixed_probability(np.array([prior]), np.array([self.options.strength - prior]), self.size)
         keep_N = mixed_probability(*self.posterior(ordinals_N), self.size) / unseen
         return np.clip(keep_N**self.options.power, self.options.floor, 1.0)
@@ -131,9 +141,7 @@ class BayesSelector(StreamSelector):
         ordinals = np.array([group.prompt.ordinal])
         a, b = self.posterior(ordinals)
         self._found.append((float(mixed_probability(a, b, min(self.size, int(right + wrong)))[0]), float(mixed)))
-        left = self.options.forget ** (self.step - float(self.seen_at_N[ordinals[0]]))
-        self.right_N[ordinals] = self.right_N[ordinals] * left + right
-        self.wrong_N[ordinals] = self.wrong_N[ordinals] * left + wrong
+        self.a_N[ordinals], self.b_N[ordinals] = a + right, b + wrong
         self.seen_at_N[ordinals] = self.step
         self._sizes.append(len(group.siblings))
         self.all_right, self.all_rollouts = self.all_right + right, self.all_rollouts + right + wrong
