@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.group_kind import GroupJudge
 from winnow.types import Group
 
 from ..builders.greedy import reward, with_greedy

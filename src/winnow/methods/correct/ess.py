@@ -9,7 +9,8 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
-from ...base.state import State, Stateful
+from ...base.state import State
+from .none import StepScale
 
 
 def effective_sample_size(log_w_B: torch.Tensor) -> float:
@@ -59,11 +60,10 @@ class EssState(State):
     seen: list[float]
 
 
-class EssScale(Stateful):
+class EssScale(StepScale):
     """Learning-rate scale from the effective sample size. It is 1 while the reference is still measured."""
 
     state_model = EssState
-    active = True
 
     def __init__(self, options: Ess) -> None:
         self.options = options
