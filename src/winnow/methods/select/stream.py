@@ -59,7 +59,11 @@ class StreamSelector(Stateful):
         return self.visits // len(self.prompts)
 
     def select(self, n: int) -> list[Visit]:
-        """See `Selector.select`. Costs array operations per visit checked and one object per visit passed."""
+        """Return the next visits in stream order: `n` to roll out, and the skipped ones between them.
+
+        Skipped visits have `verdict.keep` False. Returns fewer than `n` only if a whole epoch, and 10,000 visits, were
+        skipped in a row. Costs array operations per visit checked and one object per visit passed.
+        """
         visits: list[Visit] = []
         missing, in_a_row = n, 0
         while missing > 0 and in_a_row < max(PATIENCE, len(self.prompts)):
@@ -91,18 +95,22 @@ class StreamSelector(Stateful):
         return KEEP if keep else Verdict(False, "skipped")
 
     def observe(self, group: Group) -> None:
-        """Nothing to learn."""
+        """Learn from a finished group; called for each, also for those that a filter drops later."""
 
     def wants_profile(self, step: int) -> int:
+        """Return the rollouts per prompt of a pass-rate profile to make after `step` steps; 0: no profile."""
         return 0
 
     def profiled(self, rates: Iterable[PassRate]) -> int:
+        """Receive the pass rates of a profile; return how many belong to its prompts."""
         return 0
 
     def end_step(self) -> None:
+        """End an optimizer step; called after `metrics`."""
         self.skipped = 0
 
     def metrics(self) -> dict[str, float]:
+        """Return the metrics of the step."""
         return {"epoch": self.visits / len(self.prompts), "select/skipped": float(self.skipped)}
 
     def axes(self) -> dict[str, int]:
