@@ -44,17 +44,12 @@ class RuleAudit(Stateful):
     with U the upper bound of the share of the signal held by all removals of about the last `WINDOW` steps, carried out
     or not. So (1 - probability) U, a bound of the share lost, never exceeds `max_signal_loss`. This holds for any rule,
     random or not, that changes slowly compared with `WINDOW`. An abrupt change is noticed within a fraction of it. The
-    bound is on the expected loss; the luck of the draws evens out. Raises ValueError unless 0 < epsilon <= 1 and 0 <
-    max_signal_loss < 1.
+    bound is on the expected loss; the luck of the draws evens out.
     """
 
     state_model = AuditState
 
     def __init__(self, name: str, epsilon: float, max_signal_loss: float | None = None, *, seed: int = 0) -> None:
-        if not 0 < epsilon <= 1:
-            raise ValueError(f"epsilon must lie in (0, 1], not {epsilon}")
-        if max_signal_loss is not None and not 0 < max_signal_loss < 1:
-            raise ValueError(f"max_signal_loss must lie in (0, 1), not {max_signal_loss}")
         self.name = name
         self.epsilon = epsilon
         self.max_signal_loss = max_signal_loss

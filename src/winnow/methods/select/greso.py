@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-import torch
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from ...base.noise import as_tensor, noise_key, uniform
 from ...base.options import CHECKED
 from ...base.state import Loose, Probability, State
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
@@ -24,8 +22,6 @@ from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge, forced, share_seen
 from .trace import EASY, HARD, KINDS, TraceSelector
 
-SELECT_STREAM = 3
-"""Separates the draws of selectors from other noise."""
 ROUNDING = 1e-9
 """Tolerance of shares of counts: 4 of 24 are a target of 0.25 * (1 - 1/3), which floating point puts above 4/24."""
 JUDGED = (GroupKind.SIGNAL, GroupKind.EASY, GroupKind.HARD, GroupKind.UNKNOWN)
@@ -115,9 +111,7 @@ class GresoSelector(TraceSelector):
         return np.maximum(keep_N, self.options.keep_floor)
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        key = as_tensor([noise_key(self.seed, SELECT_STREAM, epoch)])
-        draws: np.ndarray = uniform(key, torch.from_numpy(ordinals_N.astype(np.int64))).numpy()
-        return draws < self._keep_probability(ordinals_N)
+        return self.draws(ordinals_N, epoch) < self._keep_probability(ordinals_N)
 
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         z = float(self.z_N[ordinal])

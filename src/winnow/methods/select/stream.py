@@ -6,12 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
+from ...base.noise import as_tensor, noise_key, uniform
 from ...base.state import Count, State, Stateful
 from ...types import KEEP, Group, Prompt, Verdict, Visit
 from ..gate.audit import RuleAudit
 from ..pass_rates import PassRate
 
+SELECT_STREAM = 3
+"""Separates the draws of selectors from other noise."""
 LOOK_AHEAD = 256
 """Fewest visits decided at once."""
 PATIENCE = 10_000
@@ -90,6 +94,12 @@ class StreamSelector(Stateful):
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         """Return bool [N]: which visits to roll out. A function of the state and of (seed, ordinal, epoch) only."""
         return np.ones(len(ordinals_N), dtype=bool)
+
+    def draws(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        """Return uniform random numbers [N], each a function of (seed, ordinal, epoch) alone."""
+        key = as_tensor([noise_key(self.seed, SELECT_STREAM, epoch)])
+        draws_N: np.ndarray = uniform(key, torch.from_numpy(ordinals_N.astype(np.int64))).numpy()
+        return draws_N
 
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         return KEEP if keep else Verdict(False, "skipped")

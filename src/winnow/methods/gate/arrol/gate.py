@@ -16,7 +16,15 @@ from ....base.state import Count, Probability, State
 from ....types import Decision, Fate, Group, Rollout, Token
 from ...base import Chart, RunFacts
 from ..base import Gate, GateContext
-from ..calibration import BINS, Balance, BinnedPosterior, PosteriorState, survival_factor, survival_probabilities
+from ..calibration import (
+    BINS,
+    Balance,
+    BinnedPosterior,
+    PosteriorState,
+    bin_of,
+    survival_factor,
+    survival_probabilities,
+)
 from ..window import FLOATS, INTS, Columns, Window
 from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_logp
 from .rule import ArrolRule, Quality, Scale
@@ -220,7 +228,8 @@ class ArrolGate(Gate):
         for rollout, decision in zip(group.siblings, decisions, strict=True):
             asked = decision.verdict.evidence if decision is not None and "score" in decision.verdict.evidence else None
             if asked is not None:
-                self._realised.ended(pruned=rollout.fate == Fate.PRUNED)
+                self._realised.returned += 1
+                self._realised.pruned += rollout.fate == Fate.PRUNED
             label, weight = self._right(rollout), 1 / rollout.survival_p
             if label is None or not rollout.turns:
                 continue
@@ -231,7 +240,7 @@ class ArrolGate(Gate):
                 self._posterior.observe(asked["score"], label, weight)
                 self._learn(asked.get("hidden"), asked.get("logp", 0.0), label, weight)
                 saved = weight * (1 - asked["chance"]) * _sampled_after(rollout, decision)
-                self._realised.seen(asked["q"], label, weight, saved)
+                self._realised.outcomes.append((asked["q"], label, weight, saved))
                 scored.append((asked["score"], label, weight))
         if scored:
             self._realised.siblings(scored)
@@ -242,10 +251,12 @@ class ArrolGate(Gate):
     def _remember(self, asked: list[Mapping[str, Any]], group: Group) -> None:
         """Store a group's rollouts in their state at the detection token, whatever their fate."""
         scored = [evidence for evidence in asked if "score" in evidence]
+        self._realised.asked += len(scored)
         self._realised.not_finite += len(asked) - len(scored)
         for evidence in scored:
-            self._realised.decided(evidence["chance"], evidence["novelty"])
-            self._bins.append(self._posterior.bin_of(evidence["score"]))
+            self._realised.survival += evidence["chance"]
+            self._realised.novelty += evidence["novelty"]
+            self._bins.append(bin_of(evidence["score"], self.options.bins))
             self._novelty.append(evidence["novelty"])
             if self.options.quality != "head":
                 self._raw.append(evidence["raw"])
