@@ -66,7 +66,7 @@ class ActiveRules:
             decisions = named.decide([view for _, _, view, _ in asked]) if asked else []
             for (flight, sibling, _, gates), decision in zip(asked, decisions, strict=True):
                 sibling.decided(decision)
-                sibling.decisions.append(decision)
+                sibling.rollout.decisions.append(decision)
                 if not decision.verdict.keep:
                     gates.clear()
                     pruned.append((flight, sibling, decision.verdict.reason))
@@ -81,16 +81,16 @@ class ActiveRules:
         for flight, sibling, event in reached:
             view = replace(
                 flight.view(Token(event.n)),
-                sibling=sibling.index,
+                sibling=sibling.rollout.sibling,
                 hidden=event.hidden,
                 logp=event.logp,
                 logp_before=sibling.sampled_logp(),
                 confidence=event.confidence,
                 raw_logp=event.raw_logp,
-                decisions=tuple(sibling.decisions),
-                turn=len(sibling.turns),
+                decisions=tuple(sibling.rollout.decisions),
+                turn=len(sibling.rollout.turns),
             )
-            before = {decision.gate for decision in sibling.decisions}
+            before = {decision.gate for decision in sibling.rollout.decisions}
             found.append((flight, sibling, view, [g for g in flight.token_gates[event.n] if g not in before]))
         return found
 
