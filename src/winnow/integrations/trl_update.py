@@ -99,5 +99,5 @@ def with_baselines(advantage: InUpdate, groups: Sequence[Group], norms_N: np.nda
     factor_N = np.array([advantage.factor(rewards_G) for rewards_G in rewards])[group_N]
     rewards_N = np.concatenate(present)
     pool_N = group_N if advantage.scope == "group" else np.zeros_like(group_N)
-    baselines_N = optimal_baseline(rewards_N, np.zeros(len(rewards_N)), norms_N * factor_N**2, pool_N)
+    baselines_N = optimal_baseline(rewards_N, norms_N * factor_N**2, pool_N)
     return np.asarray((rewards_N - baselines_N) * factor_N)

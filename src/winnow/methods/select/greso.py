@@ -19,7 +19,7 @@ from ...base.options import CHECKED
 from ...base.state import Loose, Probability, State
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
 from ..base import Chart
-from ..group_kind import BY_REWARDS, GroupJudge, forced, share_seen
+from ..group_kind import BY_REWARDS, GroupJudge, share_seen
 from .trace import EASY, HARD, KINDS, TraceSelector
 
 ROUNDING = 1e-9
@@ -127,7 +127,7 @@ class GresoSelector(TraceSelector):
         """Count for the controller the visits it let through; forced ones would be read as exploration."""
         if kind is GroupKind.UNKNOWN and group.verdict.keep:
             kind = GroupKind.HARD  # as in the trace
-        if not forced(group.visit):
+        if group.visit.verdict.overridden is None:
             self._seen[kind] += share_seen(group) if group.verdict.keep else 1
 
     def end_step(self) -> None:
