@@ -46,10 +46,6 @@ class Sibling:
     """Time of arrival at the barrier of an environment-step gate, where it holds no engine slot, or None."""
 
     @property
-    def waiting(self) -> bool:
-        return self.waiting_since is not None
-
-    @property
     def progress(self) -> float | None:
         """Last progress its environment reported."""
         return next((t.progress for t in reversed(self.rollout.turns) if t.progress is not None), None)

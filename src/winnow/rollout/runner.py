@@ -368,7 +368,7 @@ class RolloutRunner:
         """Open a barrier that all siblings have reached; close the group when none runs."""
         while flight.undecided and any(s.running for s in flight.gated):
             k = flight.undecided[0][0]
-            if any(s.running and not s.waiting for s in flight.gated):
+            if any(s.running and s.waiting_since is None for s in flight.gated):
                 return
             if (cut := self._rules.about_group(flight, k)) is not None:
                 self._cut(flight, cut)

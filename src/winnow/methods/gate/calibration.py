@@ -42,15 +42,15 @@ class BinnedPosterior:
 
     def __init__(self, bins: int = 20, capacity: int = 2048, alpha: float = 1.0) -> None:
         self.bins, self.capacity, self.alpha = bins, capacity, alpha
-        self._seen = Window(capacity), Window(capacity)
+        self._seen = Window(maxlen=capacity), Window(maxlen=capacity)
         """(bin, weight) of failures and of successes."""
-        self._labels = Window(2 * capacity)
+        self._labels = Window(maxlen=2 * capacity)
         """(success, weight)."""
 
     def observe(self, score: float, label: bool, weight: float = 1.0) -> None:
         """Learn one outcome. `weight`: 1 / (chance that this rollout's outcome was seen)."""
-        self._seen[int(label)].append(bin_of(score, self.bins), weight)
-        self._labels.append(label, weight)
+        self._seen[int(label)].append((bin_of(score, self.bins), weight))
+        self._labels.append((label, weight))
 
     @property
     def labels(self) -> tuple[int, int]:

@@ -185,16 +185,16 @@ class ArrolGate(Gate):
         self._steps = 0
         self._at = options.at or FIRST_AT
         self._posterior = BinnedPosterior(options.bins, REMEMBERED)
-        self._bins = Window(REMEMBERED)
-        self._raw = Window(REMEMBERED)
+        self._bins = Window(maxlen=REMEMBERED)
+        self._raw = Window(maxlen=REMEMBERED)
         """Raw scores, for predictors without a scale."""
         self._scale_M = np.empty(0)
         """Scores of recent rollouts by the current predictor, ascending."""
-        self._lengths = Window(REMEMBERED)
+        self._lengths = Window(maxlen=REMEMBERED)
         """Length of a rollout's last turn, and the number of rollouts it represents."""
         self._q_B = self._posterior.table()
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
-        self._novelty = Window(REMEMBERED)
+        self._novelty = Window(maxlen=REMEMBERED)
         self._factor = 1.0
         self._realised = Realised()
 
@@ -234,7 +234,7 @@ class ArrolGate(Gate):
             if label is None or not rollout.turns:
                 continue
             self._learn(rollout.last_hidden, mean_logp(rollout), label, weight)
-            self._lengths.append(rollout.turns[-1].stop - rollout.turns[-1].start, weight)
+            self._lengths.append((rollout.turns[-1].stop - rollout.turns[-1].start, weight))
             self._realised.ended_early += decision is None
             if asked is not None and decision is not None:
                 self._posterior.observe(asked["score"], label, weight)
@@ -256,10 +256,10 @@ class ArrolGate(Gate):
         for evidence in scored:
             self._realised.survival += evidence["chance"]
             self._realised.novelty += evidence["novelty"]
-            self._bins.append(bin_of(evidence["score"], self.options.bins))
-            self._novelty.append(evidence["novelty"])
+            self._bins.append((bin_of(evidence["score"], self.options.bins),))
+            self._novelty.append((evidence["novelty"],))
             if self.options.quality != "head":
-                self._raw.append(evidence["raw"])
+                self._raw.append((evidence["raw"],))
         if scored and self.options.quality == "head":
             hidden_NH = np.array([evidence["hidden"] for evidence in scored])
             self.head.remember(hidden_NH, np.array([evidence["logp"] for evidence in scored]))

@@ -157,8 +157,8 @@ class QualityHead:
         self._fits = 0
         self.resets = 0
         """Number of resets because weights were not finite."""
-        self._examples = Window(REMEMBERED)
-        self._recent = Window(RECENT)
+        self._examples = Window(maxlen=REMEMBERED)
+        self._recent = Window(maxlen=RECENT)
         """Hidden state and log-probability."""
         self._net: nn.Sequential | None = None
         self._optimizer: torch.optim.AdamW | None = None
@@ -167,7 +167,7 @@ class QualityHead:
 
     def remember(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> None:
         """Store rollouts at their detection token, whatever their fate."""
-        self._recent.extend(hidden_NH, logp_N)
+        self._recent.extend(zip(hidden_NH, logp_N, strict=True))
 
     def recent_scores(self) -> np.ndarray:
         """Return the scores of the last `RECENT` rollouts by the current head, float [N]."""
@@ -177,7 +177,7 @@ class QualityHead:
     def observe(self, example: Example) -> None:
         """Store a labelled rollout; an example that is not finite teaches nothing."""
         if _normalisable(example.hidden) and np.isfinite(example.logp + example.weight):
-            self._examples.append(*example)
+            self._examples.append(example)
 
     def fit(self) -> None:
         """Take a few AdamW steps; the draws depend only on the seed and the number of earlier fits."""
