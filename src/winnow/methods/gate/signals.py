@@ -45,9 +45,7 @@ def action_bigram_jaccard(actions: Strings, observations: Strings, k: int) -> fl
 
     0 when all are the same, for a single trajectory, and at k = 1, where no pairs of actions exist.
     """
-    bigrams = [set(pairwise(_padded(t, k))) for t in actions]
-    bits = {b: 1 << i for i, b in enumerate(set().union(*bigrams))}  # sets as integers: fast to compare
-    return _mean_of_pairs(Counter(sum(bits[b] for b in own) for own in bigrams), _jaccard_distance)
+    return _mean_of_pairs(Counter(frozenset(pairwise(_padded(t, k))) for t in actions), _jaccard_distance)
 
 
 def unique_prefix_ratio(actions: Strings, observations: Strings, k: int) -> float:
@@ -116,9 +114,8 @@ def _distinct(things: Iterable[Hashable]) -> float:
     return len(set(every)) / len(every)
 
 
-def _jaccard_distance(a: int, b: int) -> float:
-    """Return the Jaccard distance of two different sets of bits."""
-    return 1 - (a & b).bit_count() / (a | b).bit_count()
+def _jaccard_distance(a: frozenset[T], b: frozenset[T]) -> float:
+    return 1 - len(a & b) / len(a | b)
 
 
 def _mean_of_pairs(counts: Counter[T], distance: Callable[[T, T], float], unit: int = 1) -> float:
