@@ -233,7 +233,7 @@ def test_who_waits_holds_no_slot_and_its_time_is_counted(policy: Any) -> None:
     groups, alone = [], 0
     while runner.pending:
         for flight in runner._flights.values():
-            waiting = sum(s.waiting for s in flight.siblings)
+            waiting = sum(s.waiting_since is not None for s in flight.siblings)
             running = sum(s.running for s in flight.siblings)
             assert engine.pending == running - waiting
             alone += waiting > 0
