@@ -16,15 +16,7 @@ from ....base.state import Count, Probability, State
 from ....types import Decision, Fate, Group, Rollout, Token
 from ...base import Chart, RunFacts
 from ..base import Gate, GateContext
-from ..calibration import (
-    BINS,
-    Balance,
-    BinnedPosterior,
-    PosteriorState,
-    bin_of,
-    survival_factor,
-    survival_probabilities,
-)
+from ..calibration import BINS, BinnedPosterior, PosteriorState, bin_of, survival_factor, survival_probabilities
 from ..window import FLOATS, INTS, Columns, Window
 from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_logp
 from .rule import ArrolRule, Quality, Scale
@@ -59,7 +51,7 @@ class Arrol:
     """Wanted share of right answers among survivors."""
     strength: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     p_min: Probability = 0.05
-    balance: Balance | Literal["distinct"] = "target"
+    balance: Literal["target", "literal", "distinct"] = "target"
     """`distinct`: ignore success; prune less often the more siblings are expected to have sampled the same tokens so
     far."""
     cold_start: PositiveInt = 20
