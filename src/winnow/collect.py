@@ -23,7 +23,7 @@ from .base.state import STRICT, Count, Loose, State, at
 from .methods.filter import Filter
 from .methods.gate import Gate
 from .methods.group_kind import GroupJudge
-from .methods.select import Selector
+from .methods.select import StreamSelector
 from .methods.size import GroupSize
 from .record.failures import FailureWatch, cause_of
 from .record.ledger import Ledger
@@ -88,7 +88,7 @@ class Collector:
 
     prompts: Mapping[Purpose, Prompts]
     sampler: GroupSource
-    selector: Selector
+    selector: StreamSelector
     group_size: GroupSize
     filter: Filter
     buffer: Buffer

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from winnow.methods.advantage import ADVANTAGES
-from winnow.methods.gate.audit import RuleAudit
+from winnow.methods.gate.audit import AuditedSelector, RuleAudit
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select import SELECTORS
-from winnow.methods.select.audit import AuditedSelector
 from winnow.methods.select.stream import StreamSelector
 from winnow.types import Group, Prompt, Visit
 

@@ -137,7 +137,7 @@ def test_auroc_against_pairs() -> None:
 def test_reliability_sums_add_up_to_what_was_seen() -> None:
     seen = Realised()
     for q, label, weight in ((0.05, False, 1.0), (0.05, True, 2.0), (0.97, True, 1.0), (1.0, True, 3.0)):
-        seen.seen(q, label, weight, 5)
+        seen.outcomes.append((q, label, weight, 5))
     found = seen.metrics()
     assert [found[f"reliability/0/{k}"] for k in ("rollouts", "predicted", "right")] == pytest.approx([3, 0.15, 2])
     assert [found[f"reliability/9/{k}"] for k in ("rollouts", "predicted", "right")] == pytest.approx([4, 3.97, 4])

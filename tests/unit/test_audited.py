@@ -11,9 +11,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.methods.advantage import ADVANTAGES
-from winnow.methods.gate.audit import AuditedGate, RuleAudit, squared_advantages
+from winnow.methods.gate.audit import AuditedGate, AuditedSelector, RuleAudit, squared_advantages
 from winnow.methods.group_kind import GroupJudge
-from winnow.methods.select.audit import AuditedSelector
 from winnow.types import EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
 
 from ..builders.audited import JUDGE, answered, build, replace_visit
@@ -52,16 +51,16 @@ def test_overridden_skips_are_visits_like_any_other(name: str) -> None:
     tokens = 8.0 * seen["removed"]
     assert metrics[f"audit/{name}/tokens_saved"] == pytest.approx(tokens), "two rollouts of four tokens each"
     assert 0.2 < seen["audit: "] / (seen["audit: "] + seen["removed"]) < 0.4
-    assert metrics["epoch"] == selector.selector.metrics()["epoch"]
+    assert metrics["epoch"] == selector.part.metrics()["epoch"]
 
 
 def test_probabilities_are_those_of_survival() -> None:
     selector = build("greso", PROMPTS, epsilon=0.25)
-    selector.selector.z_N[:], selector.selector.kind_N[:] = 2, 1  # kept with 0.5 ** 2, so with 0.25 + 0.75 * 0.25
+    selector.part.z_N[:], selector.part.kind_N[:] = 2, 1  # kept with 0.5 ** 2, so with 0.25 + 0.75 * 0.25
     for v in selector.select(30):
         assert v.verdict.probability == pytest.approx(0.4375 if v.verdict.keep else 0.5625)
     deterministic = build("backoff", PROMPTS, epsilon=0.25)
-    deterministic.selector.z_N[:20] = 9
+    deterministic.part.z_N[:20] = 9
     found = {(v.verdict.keep, v.verdict.reason != ""): v.verdict.probability for v in deterministic.select(25)}
     assert found == {(True, False): 1.0, (True, True): 0.25, (False, True): 0.75}
 
@@ -89,7 +88,7 @@ def test_an_audited_selector_resumes_exactly(k: int) -> None:
 def test_batching_changes_no_override() -> None:
     def visits(batches: list[int]) -> list[Visit]:
         selector = build("backoff", PROMPTS)
-        selector.selector.z_N[::2] = 60
+        selector.part.z_N[::2] = 60
         return [v for n in batches for v in selector.select(n)]
 
     assert visits([30]) == visits([1] * 30) == visits([7, 20, 3])
@@ -98,7 +97,7 @@ def test_batching_changes_no_override() -> None:
 def test_a_long_history_hides_no_prompt() -> None:
     prompts = [Prompt(str(i), i, text="") for i in range(100_000)]
     selector = build("backoff", prompts, epsilon=0.02)
-    selector.selector.z_N[:] = np.where(np.arange(100_000) % 10, 50_000, 0)
+    selector.part.z_N[:] = np.where(np.arange(100_000) % 10, 50_000, 0)
     for n in (64, 384, 384):
         assert sum(v.verdict.keep for v in selector.select(n)) == n
 
@@ -117,7 +116,7 @@ def test_failures_are_no_evidence_and_other_rules_stops_have_no_signal() -> None
     greedy = make_group(0, [1.0, 0.0])
     assert squared_advantages(greedy, GroupJudge(advantage=ADVANTAGES["remax"]())) is None, "the greedy baseline failed"
     selector = build("backoff", PROMPTS, epsilon=1.0)
-    selector.selector.z_N[:] = 9
+    selector.part.z_N[:] = 9
     for v in selector.select(4):
         selector.observe(replace_visit(make_group(v.number, [1.0, None]), v))
     assert selector.metrics()["audit/backoff/audited"] == 0
@@ -159,7 +158,7 @@ def test_an_overridden_sibling_runs_on_as_if_there_were_no_gate(policy: Any) -> 
     free = run(policy, ToyTask())
     for epsilon in (1.0, 0.5):
         gate, groups = gated(policy, ToyTask(), Stops(Token(3)), epsilon)
-        inner = gate.gate
+        inner = gate.part
         stopped = [k for k in inner.asked if k[1] % 2]  # type: ignore[attr-defined]
         audited, tokens = 0, 0.0
         for group, undisturbed in zip(groups, free, strict=True):
@@ -191,7 +190,7 @@ def test_a_random_gate_under_audit_keeps_its_survival_probabilities(policy: Any)
     found = set()
     for group in groups:
         for r in group.rollouts:
-            if (group.visit.number, r.sibling) in gate.gate.asked:  # type: ignore[attr-defined]
+            if (group.visit.number, r.sibling) in gate.part.asked:  # type: ignore[attr-defined]
                 p = 0.6 if r.sibling % 2 == 0 else 0.4
                 expected = p + (1 - p) * 0.5
                 found.add(r.fate)
@@ -199,7 +198,7 @@ def test_a_random_gate_under_audit_keeps_its_survival_probabilities(policy: Any)
     assert found == {None, Fate.PRUNED}
     task = ToyTask(make=lambda _: EchoEnv(4))
     gate, groups = gated(policy, task, Stops(Token(2), probability=0.6), 0.5, max_tokens=300)
-    asked = gate.gate.asked  # type: ignore[attr-defined]
+    asked = gate.part.asked  # type: ignore[attr-defined]
     assert max(asked.count(k) for k in asked) == 1
     survivors = 0
     for group in groups:

@@ -30,53 +30,53 @@ def variance(rewards: np.ndarray, w: np.ndarray, gradients: np.ndarray, b: float
     return float((terms**2).sum(1).mean())
 
 
-def of_one_group(rewards: np.ndarray, log_w: Any, norms: np.ndarray) -> float:
-    return float(optimal_baseline(rewards, log_w, norms, np.zeros(len(rewards)))[0])
+def of_one_group(rewards: np.ndarray, norms: np.ndarray) -> float:
+    return float(optimal_baseline(rewards, norms, np.zeros(len(rewards)))[0])
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(2, 12))
 def test_no_baseline_on_a_grid_varies_less(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)
-    rewards, log_w = rng.random(size), rng.normal(size=size)
+    rewards, w = rng.random(size), np.exp(rng.normal(size=size))
     gradients = rng.normal(size=(size, 5)) * rng.exponential(size=(size, 1))
-    b = of_one_group(rewards, log_w, (gradients**2).sum(1))
-    least = variance(rewards, np.exp(log_w), gradients, b)
+    b = of_one_group(rewards, w**2 * (gradients**2).sum(1))
+    least = variance(rewards, w, gradients, b)
     for other in np.linspace(-1, 2, 301):
-        assert least <= variance(rewards, np.exp(log_w), gradients, other) + 1e-12
+        assert least <= variance(rewards, w, gradients, other) + 1e-12
 
 
 def test_groups_have_their_own() -> None:
     rng = np.random.default_rng(0)
-    rewards, log_w, norms = rng.random(9), rng.normal(size=9), rng.random(9)
+    rewards, norms = rng.random(9), rng.random(9)
     group = np.array([5, 1, 5, 1, 1, 5, 2, 2, 1])
-    found = optimal_baseline(rewards, log_w, norms, group)
+    found = optimal_baseline(rewards, norms, group)
     for name in (1, 2, 5):
         rows = group == name
-        assert found[rows] == pytest.approx(of_one_group(rewards[rows], log_w[rows], norms[rows]))
+        assert found[rows] == pytest.approx(of_one_group(rewards[rows], norms[rows]))
 
 
 def test_special_cases() -> None:
     rewards = np.array([1.0, 0.0, 0.0, np.nan])
-    assert of_one_group(rewards, np.zeros(4), np.ones(4)) == pytest.approx(1 / 3)
-    assert of_one_group(rewards, np.zeros(4), np.zeros(4)) == pytest.approx(1 / 3), "no gradient at all"
-    assert of_one_group(rewards, [600.0, -600.0, 0.0, 1e300], np.ones(4)) == pytest.approx(1.0)
-    assert of_one_group(rewards, [-np.inf, 0.0, 0.0, 0.0], np.ones(4)) == 0.0
-    assert np.isnan(optimal_baseline(rewards, np.zeros(4), np.ones(4), [0, 0, 0, 1])[3])
+    assert of_one_group(rewards, np.ones(4)) == pytest.approx(1 / 3)
+    assert of_one_group(rewards, np.zeros(4)) == pytest.approx(1 / 3), "no gradient at all"
+    assert of_one_group(rewards, np.array([1e300, 1e-300, 1.0, np.inf])) == pytest.approx(1.0)
+    assert of_one_group(rewards, np.array([0.0, 1.0, 1.0, 1.0])) == 0.0
+    assert np.isnan(optimal_baseline(rewards, np.ones(4), np.array([0, 0, 0, 1]))[3])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([1.0, np.inf], [0.0, 0.0], [1.0, 1.0]), "rewards must be finite"),
-        (([1.0, 0.0], [0.0, 0.0], [1.0, -1.0]), "not negative"),
-        (([1.0, 0.0], [0.0, np.inf], [1.0, 1.0]), "below infinity"),
-        (([1.0, 0.0], [0.0, np.nan], [1.0, 1.0]), "below infinity"),
+        (([1.0, np.inf], [1.0, 1.0]), "rewards must be finite"),
+        (([1.0, 0.0], [1.0, -1.0]), "not negative"),
+        (([1.0, 0.0], [1.0, np.inf]), "norms finite"),
+        (([1.0, 0.0], [1.0, np.nan]), "norms finite"),
     ],
 )
-def test_bad_input_is_named(arguments: tuple[object, ...], message: str) -> None:
+def test_bad_input_is_named(arguments: tuple[list[float], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        optimal_baseline(*arguments, [0, 0])
+        optimal_baseline(*map(np.array, arguments), np.zeros(2))
 
 
 def test_length_is_the_weight_of_opo() -> None:
@@ -122,7 +122,7 @@ def test_what_filters_go_by_is_the_case_of_equal_norms(options: dict[str, Any]) 
     found = np.concatenate([a[~np.isnan(a)] for a in advantage.of_batch(GROUPS)])
     pools = np.array([r.pool.number for r in rows if r.pool])
     rewards, weights = np.array([r.advantage for r in rows]), np.array([r.weight * 7 for r in rows])
-    baseline = optimal_baseline(rewards, np.zeros(7), (weights > 0).astype(float), pools)
+    baseline = optimal_baseline(rewards, (weights > 0).astype(float), pools)
     np.testing.assert_allclose(found, (rewards - baseline) * weights, atol=1e-12)
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from winnow.config import validate
 from winnow.env.rewards.rewarder import Rewarder
-from winnow.methods.pass_rates import BINS, histogram, parse_profile, summary
+from winnow.methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, read_profile, summary
 from winnow.methods.success import Success
 from winnow.rollout.evaluate import run_jobs
-from winnow.rollout.profile import CHUNK, PassRate, ProfileError, Profiler, read_profile
+from winnow.rollout.profile import CHUNK, Profiler
 from winnow.rollout.runner import RolloutRunner
 from winnow.run.build import build_policy, build_task, rollout_options, sampling_params
 from winnow.run.start import Start

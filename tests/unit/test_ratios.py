@@ -21,8 +21,6 @@ def test_ratios_of_every_level() -> None:
     assert log_ratio(logp, sampler, mask, "token").tolist() == [[0.5, -1.0, 0.0], [1.0, 0.0, 2.0], [0.0, 0.0, 0.0]]
     assert log_ratio(logp, sampler, mask, "sequence").tolist() == [[-0.5], [3.0], [0.0]]
     assert log_ratio(logp, sampler, mask, "geometric").tolist() == [[-0.25], [1.5], [0.0]]
-    with pytest.raises(ValueError, match="level must be"):
-        log_ratio(logp, sampler, mask, "word")  # type: ignore[arg-type]
 
 
 def test_a_ratio_has_no_gradient() -> None:
@@ -53,9 +51,6 @@ def test_the_learning_rate_shrinks_with_the_root_of_the_ess_ratio_and_never_grow
     assert lr_scale(0.25) == 0.5
     assert lr_scale(0.2, reference=0.8) == 0.5
     assert lr_scale(0.9, reference=0.8) == 1.0
-    for bad in ((0.0, 1.0), (1.1, 1.0), (0.5, 0.0), (float("nan"), 1.0)):
-        with pytest.raises(ValueError, match=r"must lie in|greater than 0"):
-            lr_scale(*bad)
 
 
 def test_the_reference_is_fixed_or_measured_and_resumes() -> None:

@@ -121,15 +121,15 @@ class TestGreso:
         for visit in selector.select(6):
             selector.observe(finished(visit, HARD))
         selector.end_step()
-        assert (selector.p[1], selector.p[2]) == (0.5, 0.5), "still in the first epoch"
+        assert (selector.p[0], selector.p[1]) == (0.5, 0.5), "still in the first epoch"
         visits = selector.select(6)
         for visit, rewards in zip(kept(visits), [HARD, HARD, MIXED, MIXED, MIXED, MIXED], strict=True):
             selector.observe(finished(visit, rewards))
         selector.end_step()
-        assert selector.p[1] == pytest.approx(0.51), "0 of 6 easy, target 1/12"
-        assert selector.p[2] == pytest.approx(0.49), "2 of 6 hard, target 1/6"
+        assert selector.p[0] == pytest.approx(0.51), "0 of 6 easy, target 1/12"
+        assert selector.p[1] == pytest.approx(0.49), "2 of 6 hard, target 1/6"
         selector.end_step()
-        assert selector.p[1] == pytest.approx(0.51), "a step without groups says nothing"
+        assert selector.p[0] == pytest.approx(0.51), "a step without groups says nothing"
 
     def test_a_tie_of_groups_that_were_seen_in_part(self) -> None:
         """A sixth of the groups is hard, a twelfth easy, and of each `seen` of `size` siblings are known."""
@@ -141,7 +141,7 @@ class TestGreso:
                 for visit, kind in zip(visits, [EASY, HARD, HARD, *[MIXED] * 9] * times, strict=False):
                     selector.observe(finished(visit, [*kind, *[kind[0]] * (seen - 2), *[None] * (size - seen)]))
                 selector.end_step()
-                assert [selector.p[1], selector.p[2]] == pytest.approx([0.49, 0.49]), (size, seen, times)
+                assert [selector.p[0], selector.p[1]] == pytest.approx([0.49, 0.49]), (size, seen, times)
 
     def test_easy_means_all_at_the_maximum_reward_of_the_run(self) -> None:
         selector = Greso().build(PROMPTS, 0, GroupJudge(Success(at_least=2.0)))

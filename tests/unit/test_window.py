@@ -15,11 +15,11 @@ from winnow.methods.gate.window import INTS, Columns, Window
 
 @given(st.integers(1, 7), st.lists(st.integers(0, 9), max_size=8))
 def test_it_holds_the_last_rows_whenever_it_is_read(capacity: int, bursts: list[int]) -> None:
-    window, rows = Window(capacity), []
+    window, rows = Window(maxlen=capacity), []
     for burst in bursts:
         for _ in range(burst):
             rows.append((np.full(2, len(rows), np.float32), float(len(rows)), len(rows) % 2 == 0))
-            window.append(*rows[-1])
+            window.append(rows[-1])
         last = rows[-capacity:]
         assert len(window) == len(last)
         if last:
@@ -34,16 +34,16 @@ class Part(State):
 
 
 def test_it_resumes_exactly() -> None:
-    window, other = Window(3), Window(3)
+    window, other = Window(maxlen=3), Window(maxlen=3)
     for i in range(5):
-        window.append(np.float32([i, 0.1]), i)
+        window.append((np.float32([i, 0.1]), i))
     other.load(Part.of({"window": json.loads(json.dumps(window.state_dict()))}).window)
     for both in (window, other):
-        both.append(np.float32([9, 9]), 9)
+        both.append((np.float32([9, 9]), 9))
     for mine, theirs in zip(window.columns(), other.columns(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
         assert mine.dtype == theirs.dtype
-    other.load(Part.of({"window": Window(3).state_dict()}).window)
+    other.load(Part.of({"window": Window(maxlen=3).state_dict()}).window)
     assert len(other) == 0
 
 

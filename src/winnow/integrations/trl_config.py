@@ -81,41 +81,38 @@ def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool, own_a
 
     `own_advantages`: Winnow's instead of TRL's.
     """
-    args = trainer.args
     names = {name: name for name in trainer.reward_func_names}
-    m = build_methods(c, task.train, build_success(c, names, args.reward_weights))
+    m = build_methods(c, task.train, build_success(c, names, trainer.args.reward_weights))
     for reason in (*_reasons(trainer, c, m, by_engine), *_of_own_advantages(trainer, c, m, own_advantages)):
         raise ConfigError(reason)
-    several = trainer.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
-    if isinstance(m.advantage, InUpdate) and several:
-        raise ConfigError(
-            f"advantage: {name_of(c.advantage)} computes its baseline once per generation batch, with the policy at "
-            "that time; set num_iterations=1 and steps_per_generation=gradient_accumulation_steps"
-        )
-    if name_of(c.step_scale) != "none":
-        if not (several or args.use_vllm or by_engine):
-            raise ConfigError(
-                "step_scale: has no effect here, as TRL samples with the model that it updates once; remove it, or use "
-                "vLLM, engine='local' or num_iterations above 1"
-            )
-        if c.top_p < 1 or c.top_k or c.min_p:
-            raise ConfigError(
-                "step_scale: TRL's log-probabilities apply temperature only; leave out top_p, top_k, min_p"
-            )
     return m
 
 
 def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterator[str]:
     """Yield why these methods cannot work inside TRL."""
-    advantage = m.advantage
+    advantage, args = m.advantage, trainer.args
     if isinstance(advantage, InUpdate) and advantage.weighing == "energy":
         yield "advantage: its baseline needs the probabilities of all tokens, which TRL's forward pass does not return"
-    if isinstance(advantage, InUpdate) and trainer.args.off_policy_mask_threshold is not None:
+    if isinstance(advantage, InUpdate) and args.off_policy_mask_threshold is not None:
         yield "advantage: off_policy_mask_threshold uses a sign that its baseline decides; remove one of them"
     if isinstance(advantage, InUpdate) and trainer._entropy_bonus_enabled:
         yield "entropy_coef: the baseline of this advantage has no entropy term; leave out use_adaptive_entropy"
     if isinstance(advantage, InUpdate) and trainer.top_entropy_quantile < 1:
         yield "advantage: its baseline ignores top_entropy_quantile; remove one of them"
+    several = trainer.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
+    if isinstance(advantage, InUpdate) and several:
+        yield (
+            f"advantage: {name_of(c.advantage)} computes its baseline once per generation batch, with the policy at "
+            "that time; set num_iterations=1 and steps_per_generation=gradient_accumulation_steps"
+        )
+    scales = name_of(c.step_scale) != "none"
+    if scales and not (several or args.use_vllm or by_engine):
+        yield (
+            "step_scale: has no effect here, as TRL samples with the model that it updates once; remove it, or use "
+            "vLLM, engine='local' or num_iterations above 1"
+        )
+    if scales and (c.top_p < 1 or c.top_k or c.min_p):
+        yield "step_scale: TRL's log-probabilities apply temperature only; leave out top_p, top_k, min_p"
     if advantage.greedy_baseline:
         yield "advantage: needs a greedy rollout per group, but TRL samples all alike; choose another"
     if trainer.loss_type == "bnpo" and (c.gates or not (m.filter.admits_all or m.filter.refill)):
@@ -128,7 +125,7 @@ def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterato
             "selector: refresh_steps rolls out all prompts now and then, which TRL cannot do; make a profile with "
             "`winnow pass-rates` and give profile"
         )
-    if m.group_size.largest != m.group_size.smallest and trainer.args.use_vllm and not by_engine:
+    if m.group_size.largest != m.group_size.smallest and args.use_vllm and not by_engine:
         yield "group_size: TRL's vLLM is built for num_generations; use engine='vllm', or group_size: fixed"
 
 

@@ -144,10 +144,6 @@ class EngineInTrl:
         if release is not None:
             release()
 
-    @property
-    def dtype(self) -> str:
-        return str(getattr(self._engine, "dtype", "unknown"))
-
     def run(self, jobs: Sequence[Job]) -> list[Group]:
         """Return the jobs' groups in order, without rewards; the first are compared with TRL's model.
 
@@ -159,7 +155,8 @@ class EngineInTrl:
             require_trainable(group, liger=self._liger)
         sampled = [r for group in groups for r in group.rollouts if r.action_mask.any()]
         if self._compare and sampled:
-            require_agreement(sampled[:COMPARED], cast(Learner, self.model), self.dtype)
+            dtype = str(getattr(self._engine, "dtype", "unknown"))
+            require_agreement(sampled[:COMPARED], cast(Learner, self.model), dtype)
             self._compare = False
         return groups
 

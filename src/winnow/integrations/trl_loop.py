@@ -241,18 +241,16 @@ class LoopInTrl:
         if self._as_made and len(self._sampler.outputs) == 1:
             self._in_batch = [rollout for group in batch.finished for rollout in group.rollouts]
             return self._sampler.outputs[0]
-        members = [[r for r in group.rollouts if r.reward is not None] for group in batch.groups]
-        rows = [[self._sampler.row(g, r) for r in some] for g, some in zip(batch.groups, members, strict=True)]
-        flat, rollouts = [row for some in rows for row in some], [r for some in members for r in some]
-        self._in_batch = rollouts
+        trained = [(group, r) for group in batch.groups for r in group.rollouts if r.reward is not None]
+        rows, self._in_batch = [self._sampler.row(*each) for each in trained], [r for _, r in trained]
         unbiased = step_options(self.config).unbiased
         pruned = sum(r.fate == Fate.PRUNED for g in batch.groups for r in g.rollouts) if unbiased else 0
         pad_token = self._trainer._tokenizer.pad_token_id
         tensors = batch_of(
-            flat,
+            rows,
             self._advantages(batch.groups, rows),
-            np.array([1 / r.survival_p if unbiased else 1.0 for r in rollouts]),
-            len(flat) + pruned,
+            np.array([1 / r.survival_p if unbiased else 1.0 for r in self._in_batch]),
+            len(rows) + pruned,
             loss_type=self._trainer.loss_type,
             parts=self._trainer.args.steps_per_generation,
             empty=self._sampler.row(batch.finished[0], batch.finished[0].rollouts[0]),
@@ -260,23 +258,12 @@ class LoopInTrl:
         )
         return widened(tensors, self._trainer.pad_to_multiple_of or 1, pad_token)
 
-    def _advantages(self, groups: Sequence[Group], rows: Sequence[Sequence[Tensors]]) -> np.ndarray:
-        """Return advantages [N] of the rollouts with a reward; `rows`: those of each group."""
+    def _advantages(self, groups: Sequence[Group], rows: Sequence[Tensors]) -> np.ndarray:
+        """Return advantages [N] of the rollouts with a reward; `rows`: theirs, group by group."""
+        advantage = self._methods.advantage
         if not self._own_advantages:
-            return np.array([float(row["advantages"]) for some in rows for row in some])
-        advantage, there = self._methods.advantage, [~np.isnan(group.rewards()) for group in groups]
-        if isinstance(advantage, InUpdate):
-            there_N = [r for g in groups for r in g.rollouts if r.reward is not None]
-            found = squared_norms(self._trainer, [row for some in rows for row in some], there_N)
-            norms = [np.zeros(len(there_G)) for there_G in there]
-            for norms_G, there_G, part in zip(norms, there, _cut(found, rows), strict=True):
-                norms_G[there_G] = part
-            of_groups = with_baselines(advantage, groups, norms)
-        else:
-            of_groups = advantage.of_batch(groups)
-        return np.concatenate([np.zeros(0), *(a[there_G] for a, there_G in zip(of_groups, there, strict=True))])
-
-
-def _cut(values_N: np.ndarray, rows: Sequence[Sequence[Any]]) -> list[np.ndarray]:
-    """Split values into those of each group's rows."""
-    return np.split(values_N, np.cumsum([len(some) for some in rows])[:-1]) if rows else []
+            return np.array([float(row["advantages"]) for row in rows])
+        if isinstance(advantage, InUpdate) and groups:
+            return with_baselines(advantage, groups, squared_norms(self._trainer, rows, self._in_batch))
+        found = zip(advantage.of_batch(groups), groups, strict=True)
+        return np.concatenate([np.zeros(0), *(of_group[~np.isnan(group.rewards())] for of_group, group in found)])

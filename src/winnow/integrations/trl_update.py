@@ -88,19 +88,16 @@ def squared_norms(trainer: Any, rows: Sequence[Mapping[str, torch.Tensor]], roll
     return found
 
 
-def with_baselines(advantage: InUpdate, groups: Sequence[Group], norms: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return advantages [G] of each group, with the baseline of least gradient variance; NaN without a reward.
+def with_baselines(advantage: InUpdate, groups: Sequence[Group], norms_N: np.ndarray) -> np.ndarray:
+    """Return advantages [N] of the rollouts with a reward, with the baseline of least gradient variance.
 
-    `norms`: |u|^2 of each group's rollouts, [G].
+    `norms_N`: |u|^2 of these rollouts, group by group.
     """
     rewards = [group.rewards() for group in groups]
-    factors = [advantage.factor(rewards_G) for rewards_G in rewards]
-    if not rewards:
-        return []
-    everybody = np.concatenate(rewards)
-    weights = np.concatenate([n * f**2 for n, f in zip(norms, factors, strict=True)])
-    of_group = np.repeat(np.arange(len(rewards)), [len(r) for r in rewards])
-    pools = of_group if advantage.scope == "group" else np.zeros_like(of_group)
-    baselines = optimal_baseline(everybody, np.zeros(len(everybody)), weights, pools)
-    found = (everybody - baselines) * np.repeat(factors, [len(r) for r in rewards])
-    return np.split(found, np.cumsum([len(r) for r in rewards])[:-1])
+    present = [rewards_G[~np.isnan(rewards_G)] for rewards_G in rewards]
+    group_N = np.repeat(np.arange(len(present)), [len(rewards_G) for rewards_G in present])
+    factor_N = np.array([advantage.factor(rewards_G) for rewards_G in rewards])[group_N]
+    rewards_N = np.concatenate(present)
+    pool_N = group_N if advantage.scope == "group" else np.zeros_like(group_N)
+    baselines_N = optimal_baseline(rewards_N, norms_N * factor_N**2, pool_N)
+    return np.asarray((rewards_N - baselines_N) * factor_N)

@@ -12,15 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..types import Group, GroupKind, Visit
+from ..types import Group, GroupKind
 from .advantage import Advantage
 from .agents import by_agent
 from .success import Success
-
-
-def forced(visit: Visit) -> bool:
-    """Whether an audit rolled out this visit although its selector skips it."""
-    return visit.verdict.overridden is not None
 
 
 def share_seen(group: Group) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 
 from ..config import ConfigError
@@ -65,7 +66,7 @@ class ActiveRules:
             decisions = named.decide([view for _, _, view, _ in asked]) if asked else []
             for (flight, sibling, _, gates), decision in zip(asked, decisions, strict=True):
                 sibling.decided(decision)
-                sibling.decisions.append(decision)
+                sibling.rollout.decisions.append(decision)
                 if not decision.verdict.keep:
                     gates.clear()
                     pruned.append((flight, sibling, decision.verdict.reason))
@@ -77,30 +78,19 @@ class ActiveRules:
     ) -> list[tuple[Flight, Sibling, GroupView, list[str]]]:
         """Return views of rollouts at a token, each with the gates that have not yet decided about it."""
         found: list[tuple[Flight, Sibling, GroupView, list[str]]] = []
-        groups: dict[tuple[str, int, int], GroupView] = {}
         for flight, sibling, event in reached:
-            at = (*flight.key, event.n)
-            if at not in groups:
-                groups[at] = flight.view(Token(event.n))
-            group = groups[at]
-            view = GroupView(  # `replace` takes three times as long
-                visit=group.visit,
-                at=group.at,
-                actions=group.actions,
-                observations=group.observations,
-                running=group.running,
-                sibling=sibling.index,
+            view = replace(
+                flight.view(Token(event.n)),
+                sibling=sibling.rollout.sibling,
                 hidden=event.hidden,
                 logp=event.logp,
                 logp_before=sibling.sampled_logp(),
                 confidence=event.confidence,
                 raw_logp=event.raw_logp,
-                absent=group.absent,
-                progress=group.progress,
-                decisions=tuple(sibling.decisions),
-                turn=len(sibling.turns),
+                decisions=tuple(sibling.rollout.decisions),
+                turn=len(sibling.rollout.turns),
             )
-            before = {decision.gate for decision in sibling.decisions}
+            before = {decision.gate for decision in sibling.rollout.decisions}
             found.append((flight, sibling, view, [g for g in flight.token_gates[event.n] if g not in before]))
         return found
 

@@ -21,7 +21,7 @@ from .in_flight import Sibling
 def begin(sibling: Sibling, prompt: Prompt, observation: str | None) -> None:
     """Remember the messages of a first prompt, to render them again with later turns."""
     if isinstance(observation, NextMessages):
-        sibling.agent = observation.agent
+        sibling.rollout.agent = observation.agent
     elif prompt.messages is not None:
         messages = first_messages(prompt, observation)
         if len(messages) > 1 and is_begun(messages):
@@ -57,7 +57,7 @@ def _rendered(tokenizer: Any, prompt: Prompt, sibling: Sibling, observation: str
     """Return all messages as the chat template shows them, the last turn and the observation included."""
     assert sibling.messages is not None
     added = observation.messages if isinstance(observation, NextMessages) else _as_user(observation)
-    sibling.messages += [_assistant(sibling.turns[-1], sibling.begun), *added]
+    sibling.messages += [_assistant(sibling.rollout.turns[-1], sibling.begun), *added]
     sibling.begun = ""
     tools = prompt.tools if isinstance(prompt, ToolPrompt) else ()
     return encode_prompt(tokenizer, with_messages(prompt, sibling.messages, tools))

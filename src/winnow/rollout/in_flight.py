@@ -15,7 +15,7 @@ import numpy as np
 from ..base.redact import redact
 from ..env.base import Env, OverlappingEnv, StepResult
 from ..env.rewards.scores import MAX_REWARD
-from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Turn, Visit
+from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
 
 TRUNCATED = ("length", "turns", "segments")
 """Stop reasons of rollouts that a limit ended."""
@@ -23,17 +23,14 @@ TRUNCATED = ("length", "turns", "segments")
 
 @dataclass
 class Sibling:
-    """One rollout in flight."""
+    """A rollout in flight, and what it needs until it ends."""
 
-    index: int
-    greedy: bool = False
-    prompt_ids: tuple[int, ...] = ()
+    rollout: Rollout
+    """Its arrays are filled when it ends."""
+    running: bool = True
     env: Env | OverlappingEnv | None = None
     environment: Any = None
     """State of the environment for reward functions, after it is closed."""
-    agent: str = ""
-    later: list[Segment] = field(default_factory=list)
-    """Segments after the first; tokens are added to the last."""
     messages: list[Message] | None = None
     """Messages of the current segment with those since, where the chat template renders every turn again."""
     begun: str = ""
@@ -42,37 +39,20 @@ class Sibling:
     """(token ids, sampled?, log-probs, versions), in order."""
     confidences: list[np.ndarray] = field(default_factory=list)
     raw_logps: list[np.ndarray] = field(default_factory=list)
-    last_hidden: np.ndarray | None = None
-    turns: list[Turn] = field(default_factory=list)
     length: int = 0
-    seconds: float = 0.0
-    survival_p: float = 1.0
     reward: float | None = None
     """Last reward from the environment."""
-    agent_rewards: dict[str, float] = field(default_factory=dict)
-    """The same by agent, where each has its own."""
     waiting_since: float | None = None
     """Time of arrival at the barrier of an environment-step gate, where it holds no engine slot, or None."""
-    barrier_wait_s: float = 0.0
-    decisions: list[Decision] = field(default_factory=list)
-    rollout: Rollout | None = None
-
-    @property
-    def running(self) -> bool:
-        return self.rollout is None
-
-    @property
-    def waiting(self) -> bool:
-        return self.waiting_since is not None
 
     @property
     def progress(self) -> float | None:
         """Last progress its environment reported."""
-        return next((t.progress for t in reversed(self.turns) if t.progress is not None), None)
+        return next((t.progress for t in reversed(self.rollout.turns) if t.progress is not None), None)
 
     def leave_barrier(self) -> None:
         if self.waiting_since is not None:
-            self.barrier_wait_s += time.monotonic() - self.waiting_since
+            self.rollout.barrier_wait_s += time.monotonic() - self.waiting_since
             self.waiting_since = None
 
     def append(self, ids: np.ndarray, sampled: bool, logp: np.ndarray, versions: np.ndarray) -> None:
@@ -81,8 +61,8 @@ class Sibling:
 
     def withdraw(self, length: int) -> None:
         """Take back what was added since the rollout had this length: an observation, or a segment without tokens."""
-        if self.later and self.later[-1].start == self.length:
-            self.later.pop()
+        if self.rollout.later and self.rollout.later[-1].start == self.length:
+            self.rollout.later.pop()
         while self.length > length:
             self.length -= len(self.pieces.pop()[0])
 
@@ -92,33 +72,33 @@ class Sibling:
 
     def context(self, segment: int = -1) -> tuple[int, ...]:
         """Return the prompt and tokens of a segment, -1 the last."""
-        segments = [Segment(0, self.prompt_ids), *self.later]
-        stops = [*[later.start for later in self.later], self.length]
+        segments = self.rollout.segments
+        stops = [*[later.start for later in segments[1:]], self.length]
         tokens = [int(t) for ids, *_ in self.pieces for t in ids]
         return (*segments[segment].prompt_ids, *tokens[segments[segment].start : stops[segment]])
 
     @property
     def current_agent(self) -> str:
-        return self.later[-1].agent if self.later else self.agent
+        return self.rollout.segments[-1].agent
 
     @property
     def context_length(self) -> int:
         """Tokens of the current segment, its prompt included."""
-        if not self.later:
-            return len(self.prompt_ids) + self.length
-        return len(self.later[-1].prompt_ids) + self.length - self.later[-1].start
+        last = self.rollout.segments[-1]
+        return len(last.prompt_ids) + self.length - last.start
 
     def last_sampled(self, segment: int = -1) -> np.ndarray:
         """Return the tokens of a segment's last action, -1 the last."""
-        stop = self.later[segment].start if 0 <= segment < len(self.later) else self.length
-        turn = next(turn for turn in reversed(self.turns) if turn.stop <= stop)
+        later = self.rollout.later
+        stop = later[segment].start if 0 <= segment < len(later) else self.length
+        turn = next(turn for turn in reversed(self.rollout.turns) if turn.stop <= stop)
         starts = accumulate((len(ids) for ids, *_ in self.pieces), initial=0)
         pieces = zip(starts, self.pieces, strict=False)
         return next(ids for start, (ids, sampled, *_) in pieces if sampled and start == turn.start)
 
     def restart(self, prompt_ids: tuple[int, ...], agent: str) -> None:
         """Begin a segment."""
-        self.later.append(Segment(self.length, prompt_ids, agent))
+        self.rollout.later.append(Segment(self.length, prompt_ids, agent))
 
     def set_reward(self, given: float | Mapping[str, float]) -> None:
         """Set the environment's reward, a mapping by agent. Raises ValueError on an unusable one."""
@@ -127,14 +107,12 @@ class Sibling:
         shown = rewards if by_agent is given else rewards[""]
         if not all(abs(reward) <= MAX_REWARD for reward in rewards.values()):
             raise ValueError(f"an unusable reward ({shown})")
-        self.agent_rewards = rewards if by_agent is given else {}
+        self.rollout.agent_rewards = rewards if by_agent is given else {}
         self.reward = sum(rewards.values()) / len(rewards)
 
     def decided(self, decision: Decision) -> None:
         """Count a gate's decision about this sibling or its group, even if it has already ended."""
-        self.survival_p *= decision.verdict.probability
-        if self.rollout is not None:
-            self.rollout.survival_p = self.survival_p
+        self.rollout.survival_p *= decision.verdict.probability
 
     def fail(self, reason: str) -> None:
         self.finish("failed", fate=Fate.FAILED, reason=redact(reason))
@@ -158,31 +136,17 @@ class Sibling:
         self.leave_barrier()
         self._close_env()
         self.withdraw(self.length)  # a segment in which nothing was sampled
-        self.rollout = Rollout(
-            sibling=self.index,
-            prompt_ids=self.prompt_ids,
-            token_ids=joined([s[0] for s in self.pieces], np.int64),
-            action_mask=joined([np.full(len(s[0]), s[1]) for s in self.pieces], np.bool_),
-            sampler_logp=joined([s[2] for s in self.pieces], np.float32),
-            versions=joined([s[3] for s in self.pieces], np.int32),
-            turns=self.turns,
-            stop_reason=stop_reason,
-            text="".join(t.action + (t.observation or "") for t in self.turns),
-            fate=fate,
-            reason=reason,
-            survival_p=self.survival_p,
-            seconds=self.seconds,
-            barrier_wait_s=self.barrier_wait_s,
-            greedy=self.greedy,
-            confidence=np.concatenate(self.confidences) if self.confidences else None,
-            raw_logp=np.concatenate(self.raw_logps) if self.raw_logps else None,
-            last_hidden=self.last_hidden,
-            decisions=self.decisions,
-            agent=self.agent,
-            later=self.later,
-            agent_rewards=self.agent_rewards,
-        )
-        return self.rollout
+        self.running = False
+        ended = self.rollout
+        ended.token_ids = joined([s[0] for s in self.pieces], np.int64)
+        ended.action_mask = joined([np.full(len(s[0]), s[1]) for s in self.pieces], np.bool_)
+        ended.sampler_logp = joined([s[2] for s in self.pieces], np.float32)
+        ended.versions = joined([s[3] for s in self.pieces], np.int32)
+        ended.stop_reason, ended.fate, ended.reason = stop_reason, fate, reason
+        ended.text = "".join(t.action + (t.observation or "") for t in ended.turns)
+        ended.confidence = np.concatenate(self.confidences) if self.confidences else None
+        ended.raw_logp = np.concatenate(self.raw_logps) if self.raw_logps else None
+        return ended
 
 
 def reward_truncated(rollouts: Sequence[Rollout]) -> None:
@@ -199,8 +163,8 @@ def reward_truncated(rollouts: Sequence[Rollout]) -> None:
 
 def siblings_of(job: Job, *, greedy: bool) -> list[Sibling]:
     """Return the siblings of a job, with a greedy one at the end if wanted."""
-    stop = job.first + job.size
-    return [Sibling(i, greedy=i == stop) for i in range(job.first, stop + greedy)]
+    stop, none = job.first + job.size, np.empty(0)
+    return [Sibling(Rollout(i, (), none, none, none, none, greedy=i == stop)) for i in range(job.first, stop + greedy)]
 
 
 @dataclass
@@ -232,33 +196,33 @@ class Flight:
     @property
     def gated(self) -> list[Sibling]:
         """All but a greedy baseline."""
-        return [s for s in self.siblings if not s.greedy]
+        return [s for s in self.siblings if not s.rollout.greedy]
 
     def cut(self, reason: str) -> None:
         """End all rollouts. Those that had ended keep `rewards` for display, but no `reward`."""
         for sibling in self.siblings:
-            rollout = sibling.rollout or sibling.finish("cancelled")
+            rollout = sibling.finish("cancelled") if sibling.running else sibling.rollout
             rollout.reward = None
             if rollout.fate is None:
                 rollout.fate, rollout.reason = Fate.CUT, reason
 
     def closed(self) -> Group:
         """Return the group of the rollouts that have ended."""
-        rollouts = [s.rollout for s in self.siblings if s.rollout is not None]
+        rollouts = [s.rollout for s in self.siblings]
         reward_truncated(rollouts)
         return Group(self.visit, rollouts, self.decisions, self.job.purpose)
 
     def view(self, at: GatePoint) -> GroupView:
         """Return the view of the group for a rule."""
         gated = self.gated
-        steps = [[t for t in s.turns if t.taken] for s in gated]
+        steps = [[t for t in s.rollout.turns if t.taken] for s in gated]
         return GroupView(
             visit=self.visit,
             at=at,
             actions=tuple(tuple(t.compared for t in own) for own in steps),
             observations=tuple(tuple(t.observation or "" for t in own) for own in steps),
             running=tuple(s.running for s in gated),
-            absent=tuple(s.rollout is not None and s.rollout.fate in (Fate.FAILED, Fate.PRUNED) for s in gated),
+            absent=tuple(s.rollout.fate in (Fate.FAILED, Fate.PRUNED) for s in gated),
             progress=tuple(s.progress for s in gated),
             decisions=tuple(self.decisions),
             turn=at.k if isinstance(at, EnvStep) else 0,

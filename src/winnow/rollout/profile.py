@@ -11,12 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..methods.pass_rates import PassRate, ProfileError, read_profile
+from ..methods.pass_rates import PassRate
 from ..methods.success import Success
 from ..types import Group, Job, Prompt, Visit
 from .evaluate import RollOut, count_correct
-
-__all__ = ["PassRate", "ProfileError", "Profiler", "read_profile"]
 
 CHUNK = 64
 """Prompts rolled out together."""

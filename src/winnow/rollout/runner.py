@@ -98,7 +98,7 @@ class RolloutRunner:
                 if sibling.env is not None:
                     self._begin(job, sibling, sibling.env.reset())
                 else:
-                    shared = sibling.prompt_ids = shared or self._encode(job, None)
+                    shared = sibling.rollout.prompt_ids = shared or self._encode(job, None)
             except (Exception, SystemExit) as error:
                 sibling.fail(f"could not start: {_described(error)}")
                 continue
@@ -106,7 +106,7 @@ class RolloutRunner:
         self._settle(flight)
 
     def _begin(self, job: Job, sibling: Sibling, observation: str | None) -> None:
-        sibling.prompt_ids = self._encode(job, observation)
+        sibling.rollout.prompt_ids = self._encode(job, observation)
         begin(sibling, job.visit.prompt, observation)
 
     def _encode(self, job: Job, observation: str | None) -> tuple[int, ...]:
@@ -119,24 +119,24 @@ class RolloutRunner:
         return ids
 
     def _submit(self, flight: Flight, sibling: Sibling) -> None:
-        visit, o = flight.visit, self.options[flight.job.purpose]
+        visit, rollout, o = flight.visit, sibling.rollout, self.options[flight.job.purpose]
         stream = STREAMS[flight.job.purpose]
-        key = noise_key(o.seed, stream, visit.prompt.ordinal, visit.epoch, sibling.index, len(sibling.turns))
+        key = noise_key(o.seed, stream, visit.prompt.ordinal, visit.epoch, rollout.sibling, len(rollout.turns))
         context = sibling.context()
         left = o.params.max_tokens - sibling.length
         if o.context_length is not None:
             left = min(left, o.context_length - len(context))
         turn = left if self._turn_length is None else min(left, self._turn_length)
         params = replace(o.params, max_tokens=turn, stop=self._stop(flight))
-        if sibling.greedy:
+        if rollout.greedy:
             params = replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         report = o.report | (self._rules.needs if flight.job.purpose == "train" else frozenset())
         request = Request(
-            id=(*flight.key, sibling.index),
+            id=(*flight.key, rollout.sibling),
             prompt_ids=context,
             params=params,
             key=key,
-            report_at=() if sibling.greedy else tuple(sorted(flight.token_gates)),
+            report_at=() if rollout.greedy else tuple(sorted(flight.token_gates)),
             keep=self._may_go_on(sibling),
             confidence="confidence" in report,
             raw_logp="raw_logp" in report,
@@ -150,7 +150,7 @@ class RolloutRunner:
 
     def _may_go_on(self, sibling: Sibling) -> bool:
         """Return whether another turn may follow and the engine can keep keys and values for it."""
-        more = sibling.env is not None and len(sibling.turns) + 1 < self.task.max_turns
+        more = sibling.env is not None and len(sibling.rollout.turns) + 1 < self.task.max_turns
         return more and "keep_kv" in self.engine.provides
 
     def _stop(self, flight: Flight) -> tuple[str, ...]:
@@ -201,9 +201,9 @@ class RolloutRunner:
                 turn.action = cut_at_stop(text, stop)
                 turn.stop_string = stop_string_of(turn.action, stop)
             sibling.append(f.token_ids, True, f.logp, f.versions)
-            sibling.turns.append(turn)
-            sibling.seconds += f.seconds
-            sibling.last_hidden = f.hidden
+            sibling.rollout.turns.append(turn)
+            sibling.rollout.seconds += f.seconds
+            sibling.rollout.last_hidden = f.hidden
             if f.confidence is not None:
                 sibling.confidences.append(f.confidence)
             if f.raw_logp is not None:
@@ -248,7 +248,7 @@ class RolloutRunner:
                     if result is not None:
                         sibling.set_reward(result)  # type: ignore[arg-type]
                     self._end_episode(flight, sibling, "length")
-                elif sibling.running and not sibling.turns:
+                elif sibling.running and not sibling.rollout.turns:
                     self._begin(flight.job, sibling, result)  # type: ignore[arg-type]
                     self._submit(flight, sibling)
                 elif sibling.running:
@@ -280,7 +280,7 @@ class RolloutRunner:
             raise TypeError(f"step() must return a StepResult, not {type(result).__name__}")
         if not isinstance(result.observation, str | None):
             raise TypeError(f"an observation must be a text or None, not {type(result.observation).__name__}")
-        turn = sibling.turns[-1]
+        turn = sibling.rollout.turns[-1]
         turn.observation, turn.canonical, turn.message = result.observation, result.action, result.message
         try:
             turn.progress = result.progress
@@ -293,22 +293,21 @@ class RolloutRunner:
             except ValueError as error:
                 sibling.fail(f"the environment returned {error}")
                 return
-        if result.done or len(sibling.turns) >= self.task.max_turns:
-            turn.taken = True
+        turn.taken = True
+        if result.done or len(sibling.rollout.turns) >= self.task.max_turns:
             self._end_episode(flight, sibling, "env" if result.done else "turns")
             return
-        turn.taken = True
         before = sibling.length
         o = self.options[flight.job.purpose]
         append_or_restart(
             self.tokenizer, flight.visit.prompt, sibling, result.observation or "", template=o.history == "template"
         )
-        over = o.max_segments is not None and len(sibling.later) >= o.max_segments
+        over = o.max_segments is not None and len(sibling.rollout.later) >= o.max_segments
         if over or self._is_full(flight, sibling):
             sibling.withdraw(before)
             self._end_episode(flight, sibling, "segments" if over else "length")
             return
-        if not sibling.greedy and any(k == len(sibling.turns) for k, _ in flight.undecided):
+        if not sibling.rollout.greedy and any(k == len(sibling.rollout.turns) for k, _ in flight.undecided):
             sibling.waiting_since = time.monotonic()
         else:
             self._submit(flight, sibling)
@@ -324,12 +323,12 @@ class RolloutRunner:
     def _end_episode(self, flight: Flight, sibling: Sibling, stop_reason: str) -> None:
         """End a rollout with the environment's last reward; without one reward functions decide, else it is 0."""
         rollout = sibling.finish(stop_reason)
-        self.engine.cancel([(*flight.key, sibling.index)])  # no turn follows
+        self.engine.cancel([(*flight.key, rollout.sibling)])  # no turn follows
         if sibling.reward is None and not self.rewarder.names:
             sibling.reward = 0.0
         if sibling.reward is not None:
             rollout.reward = sibling.reward
-            rollout.rewards = {"env": sibling.reward, **{f"env/{a}": r for a, r in sibling.agent_rewards.items()}}
+            rollout.rewards = {"env": sibling.reward, **{f"env/{a}": r for a, r in rollout.agent_rewards.items()}}
 
     def _ask_token_gates(self, events: Sequence[Reached]) -> None:
         """Decide about all rollouts at a gate point of this engine step; pruned ones leave before the next."""
@@ -342,7 +341,7 @@ class RolloutRunner:
 
     def _cancel(self, siblings: Sequence[tuple[Flight, Sibling]]) -> None:
         """Cancel siblings in the engine and keep the tokens of their unfinished turns."""
-        by_id = {(*flight.key, sibling.index): sibling for flight, sibling in siblings}
+        by_id = {(*flight.key, sibling.rollout.sibling): sibling for flight, sibling in siblings}
         partials = self.engine.cancel(by_id)
         texts = decode(self.tokenizer, [partial.token_ids for partial in partials]) if partials else []
         for partial, text in zip(partials, texts, strict=True):
@@ -350,9 +349,9 @@ class RolloutRunner:
             sibling.append(partial.token_ids, True, partial.logp, partial.versions)
             if partial.raw_logp is not None:
                 sibling.raw_logps.append(partial.raw_logp)
-            sibling.seconds += partial.seconds
+            sibling.rollout.seconds += partial.seconds
             start = sibling.length - len(partial.token_ids)
-            sibling.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
+            sibling.rollout.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
 
     def abandon(self) -> list[Group]:
         """Stop for good; return the groups in flight, in launch order, with their tokens but no rewards."""
@@ -369,7 +368,7 @@ class RolloutRunner:
         """Open a barrier that all siblings have reached; close the group when none runs."""
         while flight.undecided and any(s.running for s in flight.gated):
             k = flight.undecided[0][0]
-            if any(s.running and not s.waiting for s in flight.gated):
+            if any(s.running and s.waiting_since is None for s in flight.gated):
                 return
             if (cut := self._rules.about_group(flight, k)) is not None:
                 self._cut(flight, cut)
@@ -379,7 +378,7 @@ class RolloutRunner:
                     sibling.leave_barrier()
                     self._submit(flight, sibling)
         if flight.group is None and not any(s.running for s in flight.siblings):
-            self.engine.cancel((*flight.key, s.index) for s in flight.siblings)
+            self.engine.cancel((*flight.key, s.rollout.sibling) for s in flight.siblings)
             flight.group, flight.ended = flight.closed(), self.engine.clock
             unscored = any(r.fate is None and r.reward is None for r in flight.group.rollouts)
             if unscored and flight.job.purpose != "probe":
@@ -388,7 +387,7 @@ class RolloutRunner:
                 flight.scored = True
 
     def _cut(self, flight: Flight, cut: Decision) -> None:
-        self._cancel([(flight, s) for s in flight.siblings if s.greedy and s.running])
+        self._cancel([(flight, s) for s in flight.siblings if s.rollout.greedy and s.running])
         flight.cut(cut.verdict.reason)
 
 

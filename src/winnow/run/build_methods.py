@@ -16,11 +16,10 @@ from ..methods.base import Chart, RunFacts
 from ..methods.correct import CORRECTIONS, StepScale
 from ..methods.filter import AllOf, Filter
 from ..methods.gate import GATES, Gate, GateContext, NamedRule, RuleError, check_rule
-from ..methods.gate.audit import AuditedGate, RuleAudit
+from ..methods.gate.audit import AuditedGate, AuditedSelector, RuleAudit
 from ..methods.group_kind import GroupJudge
 from ..methods.loss import LossConfig
-from ..methods.select import Selector
-from ..methods.select.audit import AuditedSelector
+from ..methods.select import StreamSelector
 from ..methods.size import GroupSize, RolloutBatch
 from ..methods.success import Success, default_success
 from ..record.ledger import Ledger
@@ -36,7 +35,7 @@ from .catalogue import METHOD_TABLES
 
 @dataclass(frozen=True)
 class Methods:
-    selector: Selector
+    selector: StreamSelector
     rollout_batch: RolloutBatch
     group_size: GroupSize
     gates: dict[str, Gate]
@@ -95,7 +94,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
     for problem in facts.problems():
         raise ConfigError(problem)
     with _errors_of("selector"):
-        selector: Selector = options["selector"][0].build(prompts, c.seed, judge)
+        selector: StreamSelector = options["selector"][0].build(prompts, c.seed, judge)
     return Methods(
         selector=selector if c.audit is None else _audited(c, c.audit, selector, judge),
         rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),
@@ -168,7 +167,7 @@ def build_gates(c: RunConfig, judge: GroupJudge) -> dict[str, Gate]:
             raise ConfigError(f"gates: {error}") from None
         if c.audit is not None:
             audit = RuleAudit(name, c.audit.epsilon, c.audit.max_signal_loss, seed=c.seed)
-            gate = AuditedGate(gate, audit, judge)
+            gate = cast(Gate, AuditedGate(gate, audit, judge))
         gates[name] = gate
     return gates
 
@@ -193,16 +192,16 @@ def _all_of(c: RunConfig, filters: Sequence[Filter]) -> Filter:
         return AllOf(list(zip(names, filters, strict=True)))
 
 
-def _audited(c: RunConfig, audit: AuditConfig, selector: Any, judge: GroupJudge) -> Selector:
+def _audited(c: RunConfig, audit: AuditConfig, selector: StreamSelector, judge: GroupJudge) -> StreamSelector:
     if getattr(selector, "skips", True):
         rule = RuleAudit(name_of(c.selector), audit.epsilon, audit.max_signal_loss, seed=c.seed)
-        return AuditedSelector(selector, rule, judge)
+        return cast(StreamSelector, AuditedSelector(selector, rule, judge))
     if not c.gates:
         raise ConfigError(
             f"audit: nothing to audit (selector: {name_of(c.selector)} skips nothing, no gates); remove audit, or "
             "choose e.g. selector: greso"
         )
-    return cast(Selector, selector)
+    return selector
 
 
 def _same_keys(cls: type, c: RunConfig) -> dict[str, Any]:

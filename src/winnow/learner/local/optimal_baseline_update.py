@@ -88,7 +88,7 @@ def baseline_factors(rows: Rows, mean_P: torch.Tensor, stats: Stats) -> torch.Te
             f"gradient norms up to {worst}, losses up to {float(rows.loss_B.max())} of rollouts; no update was made"
         )
     rewards, norms, numbers = (x.cpu().numpy() for x in (rows.rewards_B, rows.norm_sq_B, rows.number_B))
-    baseline_B = torch.from_numpy(optimal_baseline(rewards, 0 * rewards, norms, numbers)).to(rows.rewards_B)
+    baseline_B = torch.from_numpy(optimal_baseline(rewards, norms, numbers)).to(rows.rewards_B)
     baseline_P = torch.zeros_like(mean_P).index_copy_(0, rows.number_B, baseline_B)
     stats.add("loss", float(((rows.rewards_B - baseline_B) * rows.loss_B).sum()))
     stats.baselines.append(baseline_P)

@@ -5,17 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 
-def checked(rewards_G: np.ndarray) -> np.ndarray:
-    """Return the rewards as a floating array [n]. Raises ValueError on another shape or an infinite reward."""
-    if rewards_G.ndim != 1:
-        raise ValueError(f"rewards_G must have one dimension, not shape {rewards_G.shape}")
-    if not np.issubdtype(rewards_G.dtype, np.floating):
-        rewards_G = rewards_G.astype(np.float64)
-    if np.isinf(rewards_G).any():
-        raise ValueError(f"rewards must be finite (NaN marks an absent member): {rewards_G}")
-    return rewards_G
-
-
 def present(rewards_G: np.ndarray) -> np.ndarray:
     """Return the members that have a reward, [n]."""
     return rewards_G[~np.isnan(rewards_G)]

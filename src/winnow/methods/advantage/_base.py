@@ -1,4 +1,4 @@
-"""Bases of advantages: their common facts, and those that depend on one group only."""
+"""Base of advantages."""
 
 from __future__ import annotations
 
@@ -10,30 +10,34 @@ import numpy as np
 from ...types import Group
 
 
-class Facts:
-    """What the rest of a run asks of an advantage, as for most of them; see `Advantage`."""
+class Advantage:
+    """Scores each rollout of a batch against a baseline.
+
+    One that needs a group's rewards and nothing else overrides `__call__`; others override `of_batch`.
+    """
 
     greedy_baseline: ClassVar[bool] = False
+    """Whether every group gets a greedy rollout in addition to its siblings."""
 
     @property
     def group_relative(self) -> bool:
+        """Whether a group with equal rewards teaches nothing."""
         return True
 
     @property
     def scaled(self) -> bool:
+        """Whether advantages have the same size in every group, however little its rewards differ."""
         return False
 
     @property
     def smallest_group(self) -> int:
+        """Smallest group size that can give a signal."""
         return 2
 
-
-class GroupRelative(Facts):
-    """An advantage computed from one group's rewards and nothing else."""
-
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        """Return float64 [G] for float64 [G]; NaN in, NaN out."""
+        """Return float64 [G] for the float64 [G] of one group; NaN in, NaN out."""
         raise NotImplementedError
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
+        """Return float64 [G] per group, aligned with its rollouts; NaN where `group.rewards()` is NaN."""
         return [self(group.rewards()) for group in groups]

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._arrays import checked, no_signal, present, zeros_where_present
-from ._base import GroupRelative
+from ._arrays import no_signal, present, zeros_where_present
+from ._base import Advantage
 
 
 def dr_grpo(rewards_G: np.ndarray) -> np.ndarray:
     """Return r - mean over the members that have a reward.
 
-    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises ValueError on a
-    shape other than [G] or an infinite reward. Source: Liu et al. 2025 (Dr. GRPO).
+    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros.
+    Source: Liu et al. 2025 (Dr. GRPO).
     """
-    rewards_G = checked(rewards_G)
     there = present(rewards_G)
     if no_signal(there):
         return zeros_where_present(rewards_G)
@@ -24,7 +23,7 @@ def dr_grpo(rewards_G: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class DrGrpo(GroupRelative):
+class DrGrpo(Advantage):
     """Dr. GRPO (Liu et al. 2025): r - mean, no division by the standard deviation."""
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:

@@ -7,17 +7,16 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ._arrays import checked, no_signal, present, zeros_where_present
-from ._base import GroupRelative
+from ._arrays import no_signal, present, zeros_where_present
+from ._base import Advantage
 
 
 def grpo(rewards_G: np.ndarray, eps: float = 1e-6, ddof: int = 0) -> np.ndarray:
     """Return (r - mean) / (std + eps) over the n members that have a reward; the variance divides by n - `ddof`.
 
-    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises ValueError on a
-    shape other than [G] or an infinite reward. Source: Shao et al. 2024 (DeepSeekMath), outcome supervision.
+    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros.
+    Source: Shao et al. 2024 (DeepSeekMath), outcome supervision.
     """
-    rewards_G = checked(rewards_G)
     there = present(rewards_G)
     if no_signal(there):
         return zeros_where_present(rewards_G)
@@ -27,7 +26,7 @@ def grpo(rewards_G: np.ndarray, eps: float = 1e-6, ddof: int = 0) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Grpo(GroupRelative):
+class Grpo(Advantage):
     """GRPO (Shao et al. 2024): (r - mean) / (std + eps).
 
     The default is the population standard deviation, as in the papers: a group's advantages have mean square 1 at any

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from ...config import name_of
-from ...types import Group
 from ..base import RunFacts
 from ..correct import OverBatch
-from ._base import Facts
+from ._base import Advantage
 from .dr_grpo import dr_grpo
 
 Scope = Literal["group", "minibatch"]
@@ -20,7 +19,7 @@ Weighing = Literal["gradient", "energy"]
 logits so far."""
 
 
-class InUpdate(Facts):
+class InUpdate(Advantage):
     """Rows of these advantages carry rewards and the number of the rows that share their baseline.
 
     `of_batch` gives the advantages at equal weights of all rollouts; filters, audits and statistics use those.
@@ -58,6 +57,3 @@ class InUpdate(Facts):
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
         """Return the advantages of one group as the whole batch: float64 [G] -> float64 [G]; NaN in, NaN out."""
         return dr_grpo(rewards_G) * self.factor(rewards_G)
-
-    def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
-        return [self(group.rewards()) for group in groups]

@@ -7,8 +7,8 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
-from ._arrays import checked, no_signal, present, zeros_where_present
-from ._base import GroupRelative
+from ._arrays import no_signal, present, zeros_where_present
+from ._base import Advantage
 
 ROUNDING = 1e-12
 """Differences of two means below this, relative to the rewards, are rounding."""
@@ -28,13 +28,9 @@ def max_at_k(rewards_G: np.ndarray, k: int) -> np.ndarray:
     n. k = 1 is RLOO; with rewards of 0 and 1 this is the pass@k objective.
 
     [G] -> [G]; NaN members stay NaN. All equal, or fewer than max(k, 2) present: zeros (fewer than k have no
-    unbiased estimate, and a smaller k is another objective). O(n^2), float64. Raises ValueError on k < 1, a shape other
-    than [G] or an infinite reward. Derived here; the estimator of J is that of Chen et al. 2021 (pass@k), for any
-    reward.
+    unbiased estimate, and a smaller k is another objective). O(n^2), float64. Derived
+    here; the estimator of J is that of Chen et al. 2021 (pass@k), for any reward.
     """
-    if k < 1 or k != int(k):
-        raise ValueError(f"k must be a whole number >= 1, not {k}")
-    rewards_G = checked(rewards_G)
     there = present(rewards_G)
     if no_signal(there) or len(there) < k:
         return zeros_where_present(rewards_G)
@@ -70,7 +66,7 @@ def _maximum_weights(m: int, q: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, config=CHECKED)
-class MaxAtK(GroupRelative):
+class MaxAtK(Advantage):
     """Unbiased leave-one-out gradient of the expected best of `k` rollouts (max@k; pass@k for rewards of 0 and 1)."""
 
     k: PositiveInt = 4

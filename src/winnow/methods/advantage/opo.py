@@ -8,18 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...types import Group
-from ._arrays import checked, no_signal, present, zeros_where_present
-from ._base import Facts
+from ._arrays import no_signal, present, zeros_where_present
+from ._base import Advantage
 
 
 def opo(rewards_G: np.ndarray, tokens_G: np.ndarray) -> np.ndarray:
     """Return r - sum l r / sum l, with l the action tokens of each rollout.
 
     float [G], NaN where absent, and [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. If
-    no rollout has a token, the baseline is the mean. Raises ValueError on a shape other than [G] or an infinite reward.
-    Source: Hao et al. 2025 (OPO).
+    no rollout has a token, the baseline is the mean. Source: Hao et al. 2025 (OPO).
     """
-    rewards_G = checked(rewards_G)
     there = ~np.isnan(rewards_G)
     if no_signal(present(rewards_G)):
         return zeros_where_present(rewards_G)
@@ -28,7 +26,7 @@ def opo(rewards_G: np.ndarray, tokens_G: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Opo(Facts):
+class Opo(Advantage):
     """OPO (Hao et al. 2025): r - length-weighted mean reward of the group."""
 
     def of_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from ...types import Group
-from ._arrays import checked, no_signal, zeros_where_present
-from ._base import Facts
+from ._arrays import no_signal, zeros_where_present
+from ._base import Advantage
 
 
 def reinforce_pp(rewards_N: np.ndarray, tokens_N: np.ndarray, eps: float = 1e-6) -> np.ndarray:
@@ -18,10 +18,9 @@ def reinforce_pp(rewards_N: np.ndarray, tokens_N: np.ndarray, eps: float = 1e-6)
 
     float [N], NaN where absent, and the number of action tokens of each rollout [N] -> [N]. Every token counts its
     rollout's reward once, so a long rollout weighs more. NaN members stay NaN. No tokens, or all rewards equal: zeros.
-    Raises ValueError on another shape or an infinite reward. Source: Hu 2025 (REINFORCE++), global advantage
-    normalisation; its KL penalty is `kl_in_reward`, a rollout's whole penalty at every token.
+    Source: Hu 2025 (REINFORCE++), global advantage normalisation; its KL penalty is `kl_in_reward`, a rollout's whole
+    penalty at every token.
     """
-    rewards_N = checked(rewards_N)
     counted = ~np.isnan(rewards_N) & (tokens_N > 0)
     if no_signal(rewards_N[counted]):
         return zeros_where_present(rewards_N)
@@ -31,7 +30,7 @@ def reinforce_pp(rewards_N: np.ndarray, tokens_N: np.ndarray, eps: float = 1e-6)
 
 
 @dataclass(frozen=True)
-class ReinforcePP(Facts):
+class ReinforcePP(Advantage):
     """REINFORCE++ (Hu 2025): (r - mean) / (std + eps) over all tokens of the batch, no group baseline."""
 
     eps: float = 1e-6

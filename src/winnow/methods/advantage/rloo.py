@@ -6,17 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._arrays import checked, no_signal, present, zeros_where_present
-from ._base import GroupRelative
+from ._arrays import no_signal, present, zeros_where_present
+from ._base import Advantage
 
 
 def rloo(rewards_G: np.ndarray) -> np.ndarray:
     """Return r_i - mean of the other members that have a reward.
 
-    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises ValueError on a
-    shape other than [G] or an infinite reward. Source: Ahmadian et al. 2024, eq. 7.
+    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros.
+    Source: Ahmadian et al. 2024, eq. 7.
     """
-    rewards_G = checked(rewards_G)
     there = present(rewards_G)
     if no_signal(there):
         return zeros_where_present(rewards_G)
@@ -25,7 +24,7 @@ def rloo(rewards_G: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Rloo(GroupRelative):
+class Rloo(Advantage):
     """RLOO (Ahmadian et al. 2024): r_i - mean of the siblings."""
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:

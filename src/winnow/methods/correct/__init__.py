@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from .ess import Ess, effective_sample_size, lr_scale
 from .m2po import M2PO
 from .mask import Mask
-from .none import NoCorrection, NoScale
+from .none import NoCorrection, NoScale, StepScale
 from .ratios import Evidence, log_ratio
 from .truncate import Truncate
 
@@ -31,23 +31,6 @@ class OverBatch(Protocol):
     """A correction that needs the whole optimizer batch before it judges a micro-batch."""
 
     def over_batch(self, parts: Iterable[Evidence]) -> Correction: ...
-
-
-class StepScale(Protocol):
-    active: bool
-    """False when the learning rate never changes; no ratios are then computed for it."""
-
-    def __call__(self, ess_ratio: float) -> float:
-        """Return the factor on this step's learning rate; `ess_ratio`: effective sample size / number of rollouts."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last step."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 CORRECTIONS: dict[str, type] = {"none": NoCorrection, "truncate": Truncate, "mask": Mask, "m2po": M2PO}

@@ -9,7 +9,8 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
-from ...base.state import State, Stateful
+from ...base.state import State
+from .none import StepScale
 
 
 def effective_sample_size(log_w_B: torch.Tensor) -> float:
@@ -28,11 +29,8 @@ def effective_sample_size(log_w_B: torch.Tensor) -> float:
 def lr_scale(ess_ratio: float, reference: float = 1.0) -> float:
     """Return sqrt(min(1, ess_ratio / reference)): the share of the learning rate to use (VCPO, equation 5).
 
-    `ess_ratio`: effective sample size over the number of rollouts; `reference`: its value on policy. Raises ValueError
-    unless both lie in (0, 1].
+    `ess_ratio`: effective sample size over the number of rollouts; `reference`: its value on policy.
     """
-    if not (0 < ess_ratio <= 1 + 1e-9 and 0 < reference <= 1 + 1e-9):
-        raise ValueError(f"ess_ratio and reference must lie in (0, 1], not {ess_ratio}, {reference}")
     return math.sqrt(min(1.0, ess_ratio / reference))
 
 
@@ -59,11 +57,10 @@ class EssState(State):
     seen: list[float]
 
 
-class EssScale(Stateful):
+class EssScale(StepScale):
     """Learning-rate scale from the effective sample size. It is 1 while the reference is still measured."""
 
     state_model = EssState
-    active = True
 
     def __init__(self, options: Ess) -> None:
         self.options = options

@@ -21,17 +21,21 @@ class NoCorrection:
         return torch.ones_like(on.logp_BT[:, :1]), {}
 
 
-@dataclass(frozen=True)
-class NoScale(Stateful):
-    """No scale: the learning rate follows the schedule."""
-
-    active = False
-
-    def build(self) -> NoScale:
-        return self
+class StepScale(Stateful):
+    """Factor on the learning rate of a step; by default 1."""
 
     def __call__(self, ess_ratio: float) -> float:
+        """Return the factor on this step's learning rate; `ess_ratio`: effective sample size / number of rollouts."""
         return 1.0
 
     def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last step."""
         return {}
+
+
+@dataclass(frozen=True)
+class NoScale(StepScale):
+    """No scale: the learning rate follows the schedule."""
+
+    def build(self) -> StepScale:
+        return self

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -18,7 +17,7 @@ from ...base.state import State, Stateful, at
 from ...types import Decision, Fate, Group, GroupKind, Token, Verdict
 from ..agents import by_agent
 from ..group_kind import GroupJudge
-from .base import Gate, NamedRule, Rule, of_gate
+from .base import Gate, NamedRule, of_gate
 from .estimates import Sum, Sums
 from .overrides import OVERRIDE, Overrides, keep_probability, survival
 
@@ -45,17 +44,12 @@ class RuleAudit(Stateful):
     with U the upper bound of the share of the signal held by all removals of about the last `WINDOW` steps, carried out
     or not. So (1 - probability) U, a bound of the share lost, never exceeds `max_signal_loss`. This holds for any rule,
     random or not, that changes slowly compared with `WINDOW`. An abrupt change is noticed within a fraction of it. The
-    bound is on the expected loss; the luck of the draws evens out. Raises ValueError unless 0 < epsilon <= 1 and 0 <
-    max_signal_loss < 1.
+    bound is on the expected loss; the luck of the draws evens out.
     """
 
     state_model = AuditState
 
     def __init__(self, name: str, epsilon: float, max_signal_loss: float | None = None, *, seed: int = 0) -> None:
-        if not 0 < epsilon <= 1:
-            raise ValueError(f"epsilon must lie in (0, 1], not {epsilon}")
-        if max_signal_loss is not None and not 0 < max_signal_loss < 1:
-            raise ValueError(f"max_signal_loss must lie in (0, 1), not {max_signal_loss}")
         self.name = name
         self.epsilon = epsilon
         self.max_signal_loss = max_signal_loss
@@ -152,27 +146,67 @@ def squared_advantages(group: Group, judge: GroupJudge) -> np.ndarray | None:
     return squares
 
 
-class AuditedGate(Gate):
-    """Wraps a gate and keeps the account of its stops, carried out or overridden.
+class Audited:
+    """Keeps the account of a rule's removals, carried out or overridden, for the gate or selector whose they are.
 
-    `judge` is the run's, with its advantage.
+    `judge` is the run's, with its advantage. What is not defined here is the part's own.
     """
 
-    def __init__(self, gate: Gate, audit: RuleAudit, judge: GroupJudge) -> None:
-        self.gate = gate
+    kind: ClassVar[str]
+    """Key of the part in the state."""
+
+    def __init__(self, part: Any, audit: RuleAudit, judge: GroupJudge) -> None:
+        self.part = part
         self.audit = audit
         self.judge = judge
 
-    def rule(self) -> Rule:
-        return self.gate.rule()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
+
+    def observe(self, group: Group) -> None:
+        """Let the part learn first, also from overridden removals; then keep the account."""
+        self.part.observe(group)
+        self._account(group, squared_advantages(group, self.judge))
+
+    def _account(self, group: Group, signal_G: np.ndarray | None) -> None:
+        raise NotImplementedError
+
+    def _book(self, probability: float | None, signal: float, tokens: float) -> None:
+        """Record what a removal would have taken; `probability`: of its override, None if the rule let it pass."""
+        if probability is None:
+            self.audit.kept(signal)
+        else:
+            self.audit.audited(probability, signal, tokens)
+
+    def end_step(self) -> None:
+        self.part.end_step()
+        self.audit.end_step()
+
+    def metrics(self) -> dict[str, float]:
+        found: dict[str, float] = self.part.metrics()
+        return found | self.audit.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return part and account; what is in flight carries its own decisions."""
+        return {self.kind: self.part.state_dict(), "audit": self.audit.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with at(self.kind):
+            self.part.load_state_dict(state[self.kind])
+        with at("audit"):
+            self.audit.load_state_dict(state["audit"])
+
+
+class AuditedGate(Audited):
+    """A gate, with the account of its stops."""
+
+    kind = "gate"
 
     def overrides(self) -> Overrides:
         """Return the draws of overrides, published with the rule."""
         return self.audit.overrides()
 
-    def observe(self, group: Group) -> None:
-        """Let the gate learn first, also from overridden stops; then keep the account."""
-        self.gate.observe(group)
+    def _account(self, group: Group, signal_G: np.ndarray | None) -> None:
         name = self.audit.name
         decisions = list(group.decisions)
         for rollout in group.rollouts:
@@ -181,52 +215,44 @@ class AuditedGate(Gate):
         for decision in taken:
             if not decision.verdict.keep:
                 self.audit.removed(decision.verdict.evidence[OVERRIDE])
-        signal_G = squared_advantages(group, self.judge)
         if signal_G is None:
             return
         if not taken or not isinstance(taken[0].at, Token):
             override = _override(taken)
             later = [turn for rollout in group.rollouts for turn in rollout.turns[override[1] if override else 0 :]]
             tokens = float(sum(turn.stop - turn.start for turn in later))
-            self._book(override, float(signal_G.sum()), tokens)
+            self._book(override and override[0], float(signal_G.sum()), tokens)
             return
         for rollout, signal in zip(group.rollouts, signal_G.tolist(), strict=True):
             if rollout.fate != Fate.FAILED:
                 override = _override(of_gate(rollout.decisions, name))
                 start = rollout.turns[override[1]].start + taken[0].at.n if override else 0
-                self._book(override, signal, float(rollout.action_mask[start:].sum()))
-
-    def _book(self, override: tuple[float, int] | None, signal: float, tokens: float) -> None:
-        if override is None:
-            self.audit.kept(signal)
-        else:
-            self.audit.audited(override[0], signal, tokens)
-
-    def end_step(self) -> None:
-        self.gate.end_step()
-        self.audit.end_step()
-
-    def metrics(self) -> dict[str, float]:
-        return self.gate.metrics() | self.audit.metrics()
-
-    def save(self, directory: Path) -> None:
-        self.gate.save(directory)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return gate and account; groups in flight carry their own decisions."""
-        return {"gate": self.gate.state_dict(), "audit": self.audit.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with at("gate"):
-            self.gate.load_state_dict(state["gate"])
-        with at("audit"):
-            self.audit.load_state_dict(state["audit"])
+                self._book(override and override[0], signal, float(rollout.action_mask[start:].sum()))
 
 
 def _override(decisions: Sequence[Decision]) -> tuple[float, int] | None:
     """Return the probability of the first override among decisions, and the turns finished by then."""
     found = [(d.verdict.overridden, d.turn) for d in decisions if d.verdict.overridden is not None]
     return found[0] if found else None
+
+
+class AuditedSelector(Audited):
+    """A selector, with the account of its skips, some of which it overrides as `audit` draws, by (epoch, prompt).
+
+    An overridden skip is one of the `n` visits of `select`. Its group is like any other: the selector learns from it,
+    and the run trains on it.
+    """
+
+    kind = "selector"
+
+    def __init__(self, selector: Any, audit: RuleAudit, judge: GroupJudge) -> None:
+        super().__init__(selector, audit, judge)
+        selector.audit = audit
+
+    def _account(self, group: Group, signal_G: np.ndarray | None) -> None:
+        if signal_G is not None:
+            tokens = float(sum(r.action_mask.sum() for r in group.rollouts))
+            self._book(group.visit.verdict.overridden, float(signal_G.sum()), tokens)
 
 
 def rules_of(gates: Mapping[str, Gate]) -> list[NamedRule]:

@@ -18,9 +18,7 @@ BISECTIONS = 100
 
 
 def bin_of(score: float, bins: int) -> int:
-    """Return the number of the score's bin of [0, 1]. Raises ValueError on a score outside."""
-    if not 0 <= score <= 1:
-        raise ValueError(f"scores must lie in [0, 1], not {score}")
+    """Return the number of the score's bin of [0, 1]."""
     return min(int(score * bins), bins - 1)
 
 
@@ -44,21 +42,15 @@ class BinnedPosterior:
 
     def __init__(self, bins: int = 20, capacity: int = 2048, alpha: float = 1.0) -> None:
         self.bins, self.capacity, self.alpha = bins, capacity, alpha
-        self._seen = Window(capacity), Window(capacity)
+        self._seen = Window(maxlen=capacity), Window(maxlen=capacity)
         """(bin, weight) of failures and of successes."""
-        self._labels = Window(2 * capacity)
+        self._labels = Window(maxlen=2 * capacity)
         """(success, weight)."""
-        self._posterior_B: np.ndarray | None = None
-
-    def bin_of(self, score: float) -> int:
-        """Return the number of the score's bin. Raises ValueError on a score outside [0, 1]."""
-        return bin_of(score, self.bins)
 
     def observe(self, score: float, label: bool, weight: float = 1.0) -> None:
         """Learn one outcome. `weight`: 1 / (chance that this rollout's outcome was seen)."""
-        self._seen[int(label)].append(self.bin_of(score), weight)
-        self._labels.append(label, weight)
-        self._posterior_B = None
+        self._seen[int(label)].append((bin_of(score, self.bins), weight))
+        self._labels.append((label, weight))
 
     @property
     def labels(self) -> tuple[int, int]:
@@ -67,24 +59,13 @@ class BinnedPosterior:
 
     def table(self) -> np.ndarray:
         """Return the posterior of every bin, [bins]."""
-        if self._posterior_B is None:
-            if not len(self._labels):
-                return np.full(self.bins, 0.5)
-            label_N, weight_N = self._labels.columns()
-            joint = [weight_N[label_N == label].sum() * self.likelihood(label) for label in (0, 1)]
-            self._posterior_B = joint[1] / (joint[0] + joint[1])
-            self._posterior_B.flags.writeable = False
-        return self._posterior_B
-
-    @property
-    def success(self) -> float:
-        """Share of successes among the labels in memory; 0.5 without labels."""
         if not len(self._labels):
-            return 0.5
+            return np.full(self.bins, 0.5)
         label_N, weight_N = self._labels.columns()
-        return float(weight_N[label_N == 1].sum() / weight_N.sum())
+        joint = [weight_N[label_N == label].sum() * self._likelihood(label) for label in (0, 1)]
+        return np.asarray(joint[1] / (joint[0] + joint[1]))
 
-    def likelihood(self, label: int) -> np.ndarray:
+    def _likelihood(self, label: int) -> np.ndarray:
         """Return P(bin | outcome), [bins], with Laplace smoothing."""
         seen = self._seen[label]
         bin_N, weight_N = seen.columns() if len(seen) else (np.empty(0, np.int64), np.empty(0))
@@ -99,7 +80,6 @@ class BinnedPosterior:
         for kind, kept in zip(self._seen, saved.seen, strict=True):
             kind.load(kept)
         self._labels.load(saved.labels)
-        self._posterior_B = None
 
 
 def survival_probabilities(
@@ -135,13 +115,10 @@ def survival_probabilities(
     return np.clip(keep_rate + slope * (q_N - mean) + high, p_min, 1)
 
 
-def survival_factor(weights: ArrayLike, keep_rate: float, p_min: float, count: np.ndarray | None = None) -> float:
-    """Return c such that clip(c w, p_min, 1) has the mean `keep_rate` over positive `weights`, by bisection.
-
-    `count`: how often each of them occurs; None: equally often.
-    """
+def survival_factor(weights: ArrayLike, keep_rate: float, p_min: float) -> float:
+    """Return c such that clip(c w, p_min, 1) has the mean `keep_rate` over positive `weights`, by bisection."""
     w_M, low, high = np.asarray(weights, np.float64), 0.0, 1 / np.min(weights)
     for _ in range(BISECTIONS):
         c = (low + high) / 2
-        low, high = (c, high) if np.average(np.clip(c * w_M, p_min, 1), weights=count) < keep_rate else (low, c)
+        low, high = (c, high) if np.average(np.clip(c * w_M, p_min, 1)) < keep_rate else (low, c)
     return float(high)

@@ -45,30 +45,6 @@ def fires(value: Any, threshold: float, ended: Any = None, limit: float | None =
     return below & many if rule == "and" else below | many
 
 
-def decide(
-    values: Mapping[str, float],
-    signal: str,
-    threshold: float,
-    k: int,
-    *,
-    termination: float | None = None,
-    rule: Rule = "or",
-) -> Verdict:
-    """Cut or keep one group at step `k`, from its signals there; pure.
-
-    Uses `values[signal]` and, with a `termination` limit, `values["termination_fraction"]`; see `fires` for the rule.
-    The reason of a cut names signal, value, threshold and k.
-    """
-    value, ended = values[signal], values.get(TERMINATION, 0.0)
-    if not fires(value, threshold, ended, termination, rule):
-        return KEEP
-    found = [f"{signal} {value:.4g} < {threshold:g}"] if value < threshold else []
-    if termination is not None and (rule == "and" or not found):
-        found.append(f"{TERMINATION} {ended:.4g} {'<=' if rule == 'mirror' else '>='} {termination:g}")
-    reason = f"converged: {' and '.join(found)} at step {k}"
-    return Verdict(False, reason, counts_as=GroupKind.UNKNOWN)
-
-
 def stuck(view: GroupView, sound: list[int], limit: float, k: int) -> Verdict:
     """Cut a group in which every trajectory's progress is at most `limit`: all will fail. Raises ValueError when no
     environment reports progress."""
@@ -224,10 +200,20 @@ class DivergenceRule:
             threshold = self.threshold
         actions, observations = [view.actions[i] for i in there], [view.observations[i] for i in there]
         values = {name: SIGNALS[name](actions, observations, k) for name in {signal, TERMINATION}}
-        verdict = decide(values, signal, threshold, k, termination=o.termination, rule=o.rule)
+        verdict = self.converged(values, signal, threshold, k)
         if o.progress is not None and verdict.keep:
             verdict = stuck(view, there, o.progress, k)
         return replace(verdict, evidence={signal: values[signal]})
+
+    def converged(self, values: Mapping[str, float], signal: str, threshold: float, k: int) -> Verdict:
+        """Cut or keep a group by its signals at step `k`; the reason of a cut names signal, value, threshold and k."""
+        o, value, ended = self.options, values[signal], values[TERMINATION]
+        if not fires(value, threshold, ended, o.termination, o.rule):
+            return KEEP
+        found = [f"{signal} {value:.4g} < {threshold:g}"] if value < threshold else []
+        if o.termination is not None and (o.rule == "and" or not found):
+            found.append(f"{TERMINATION} {ended:.4g} >= {o.termination:g}")
+        return Verdict(False, f"converged: {' and '.join(found)} at step {k}", counts_as=GroupKind.UNKNOWN)
 
     def _task_type(self, view: GroupView) -> str | None:
         if not self.options.per_task_type:

@@ -45,7 +45,8 @@ class Overrides:
         """
         overridden = next((d.verdict.overridden for d in earlier if d.verdict.overridden is not None), None)
         if not verdict.keep and overridden is None:
-            *before, last = view.visit.prompt.ordinal, view.visit.epoch, *_only(view.sibling)
+            key = [view.visit.prompt.ordinal, view.visit.epoch]
+            *before, last = key if view.sibling is None else [*key, view.sibling]
             if bool(self.draws(np.array([last]), *before)[0]):
                 overridden = self.probability
         epsilon = self.probability if overridden is None else overridden
@@ -65,10 +66,6 @@ class Overrides:
 
 ALONE, OVERRIDE = "kept_alone", "override_probability"
 """Keys in the evidence: the chance that the rule alone would have kept it this time, and that of an audit."""
-
-
-def _only(sibling: int | None) -> tuple[int, ...]:
-    return () if sibling is None else (sibling,)
 
 
 def survival(p: float, epsilon: float) -> float:

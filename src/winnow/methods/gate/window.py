@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,30 +33,17 @@ class Columns:
         return columns
 
 
-class Window:
-    """Keeps the last `capacity` rows: numbers, or arrays of a shape that is the same for all rows."""
-
-    def __init__(self, capacity: int) -> None:
-        self._rows: deque[tuple[Any, ...]] = deque(maxlen=capacity)
-
-    def append(self, *row: Any) -> None:
-        self._rows.append(row)
-
-    def extend(self, *columns: Sequence[Any] | np.ndarray) -> None:
-        """Append as many rows as each column has elements."""
-        self._rows.extend(zip(*columns, strict=True))
+class Window(deque[tuple[Any, ...]]):
+    """Keeps the last `maxlen` rows: numbers, or arrays of a shape that is the same for all rows."""
 
     def columns(self) -> list[np.ndarray]:
         """Return one array [rows, ...] per column, oldest row first; empty before the first row."""
-        return [np.array(column) for column in zip(*self._rows, strict=True)]
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        return [np.array(column) for column in zip(*self, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"columns": [pack(column) for column in self.columns()]}
 
     def load(self, columns: list[np.ndarray]) -> None:
         """Load the columns of a state; see `Columns`."""
-        self._rows.clear()
-        self.extend(*columns)
+        self.clear()
+        self.extend(zip(*columns, strict=True))

@@ -12,18 +12,15 @@ from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
-import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...base.array_json import Packed
-from ...base.noise import as_tensor, noise_key, uniform
 from ...base.options import CHECKED
 from ...base.state import Count, Probability, State
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
-from .greso import SELECT_STREAM
 from .stream import StreamSelector, StreamState
 
 
@@ -115,9 +112,7 @@ class BayesSelector(StreamSelector):
         return np.clip(keep_N**self.options.power, self.options.floor, 1.0)
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        key = as_tensor([noise_key(self.seed, SELECT_STREAM, epoch)])
-        draws: np.ndarray = uniform(key, torch.from_numpy(ordinals_N.astype(np.int64))).numpy()
-        return draws < self.keep_probability(ordinals_N)
+        return self.draws(ordinals_N, epoch) < self.keep_probability(ordinals_N)
 
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         p = float(self.keep_probability(np.array([ordinal]))[0])

@@ -8,24 +8,20 @@ kind among those rolled out stays near its target. Draws are keyed by (seed, pro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-import torch
-from pydantic import NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from ...base.noise import as_tensor, noise_key, uniform
 from ...base.options import CHECKED
-from ...base.state import Loose, Probability, State
+from ...base.state import Loose, Probability
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
 from ..base import Chart
-from ..group_kind import BY_REWARDS, GroupJudge, forced, share_seen
-from .trace import EASY, HARD, KINDS, TraceSelector
+from ..group_kind import BY_REWARDS, GroupJudge, share_seen
+from .trace import EASY, TraceSelector, TraceState
 
-SELECT_STREAM = 3
-"""Separates the draws of selectors from other noise."""
 ROUNDING = 1e-9
 """Tolerance of shares of counts: 4 of 24 are a target of 0.25 * (1 - 1/3), which floating point puts above 4/24."""
 JUDGED = (GroupKind.SIGNAL, GroupKind.EASY, GroupKind.HARD, GroupKind.UNKNOWN)
@@ -94,36 +90,37 @@ class Greso:
         return GresoSelector(prompts, seed, self, judge)
 
 
-class GresoState(State, extra="ignore"):
+class GresoState(TraceState):
     p: Annotated[tuple[Probability, Probability], Loose]
-    seen: Annotated[tuple[float, float, float, float], Loose]
+    seen: list[float] = Field(min_length=len(JUDGED), max_length=len(JUDGED))
 
 
 class GresoSelector(TraceSelector):
     """Selector of GRESO. Five bytes per prompt for the trace and four for the order of the epoch."""
 
+    state_model = GresoState
+
     def __init__(self, prompts: Sequence[Prompt], seed: int, options: Greso, judge: GroupJudge) -> None:
         super().__init__(prompts, seed, judge)
         self.options = options
-        self.p = {EASY: options.p_easy, HARD: options.p_hard}
-        self._seen = dict.fromkeys(JUDGED, 0.0)
+        self.p = options.p_easy, options.p_hard
+        """Base probabilities of easy and of hard prompts."""
+        self.seen = [0.0] * len(JUDGED)
         """Groups rolled out in this step, by kind, each weighted by its share of known rewards."""
 
     def _keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
-        base_N = np.array([1.0, self.p[EASY], self.p[HARD]])[self.kind_N[ordinals_N]]
+        base_N = np.array([1.0, *self.p])[self.kind_N[ordinals_N]]
         keep_N: np.ndarray = 1.0 - skip_probability(self.z_N[ordinals_N], base_N)
         return np.maximum(keep_N, self.options.keep_floor)
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        key = as_tensor([noise_key(self.seed, SELECT_STREAM, epoch)])
-        draws: np.ndarray = uniform(key, torch.from_numpy(ordinals_N.astype(np.int64))).numpy()
-        return draws < self._keep_probability(ordinals_N)
+        return self.draws(ordinals_N, epoch) < self._keep_probability(ordinals_N)
 
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         z = float(self.z_N[ordinal])
         if z == 0:
             return KEEP
-        p = max(self.p[int(self.kind_N[ordinal])] ** z, self.options.keep_floor)
+        p = max((1.0, *self.p)[self.kind_N[ordinal]] ** z, self.options.keep_floor)
         if keep:
             return Verdict(True, probability=p)
         kind = "easy" if self.kind_N[ordinal] == EASY else "hard"
@@ -133,29 +130,19 @@ class GresoSelector(TraceSelector):
         """Count for the controller the visits it let through; forced ones would be read as exploration."""
         if kind is GroupKind.UNKNOWN and group.verdict.keep:
             kind = GroupKind.HARD  # as in the trace
-        if not forced(group.visit):
-            self._seen[kind] += share_seen(group) if group.verdict.keep else 1
+        if group.visit.verdict.overridden is None:
+            self.seen[JUDGED.index(kind)] += share_seen(group) if group.verdict.keep else 1
 
     def end_step(self) -> None:
         """Adjust both base probabilities, once the first epoch is over."""
         super().end_step()
-        total, o = sum(self._seen.values()), self.options
+        total, o = sum(self.seen), self.options
         if self.epoch >= 1 and total:
-            targets = {GroupKind.EASY: o.target * o.easy_share, GroupKind.HARD: o.target * (1 - o.easy_share)}
-            for kind, target in targets.items():
-                code = KINDS[kind]
-                self.p[code] = adjust(self.p[code], self._seen[kind] / total, target, o.step, o.floor, o.cap)
-        self._seen = dict.fromkeys(JUDGED, 0.0)
+            (p_easy, p_hard), (_, easy, hard, _) = self.p, self.seen
+            p_easy = adjust(p_easy, easy / total, o.target * o.easy_share, o.step, o.floor, o.cap)
+            p_hard = adjust(p_hard, hard / total, o.target * (1 - o.easy_share), o.step, o.floor, o.cap)
+            self.p = p_easy, p_hard
+        self.seen = [0.0] * len(JUDGED)
 
     def metrics(self) -> dict[str, float]:
-        return super().metrics() | {"greso/p_easy": self.p[EASY], "greso/p_hard": self.p[HARD]}
-
-    def state_dict(self) -> dict[str, Any]:
-        seen = [self._seen[kind] for kind in JUDGED]
-        return super().state_dict() | {"p": [self.p[EASY], self.p[HARD]], "seen": seen}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        saved = GresoState.of(state)
-        self.p = dict(zip((EASY, HARD), saved.p, strict=True))
-        self._seen = dict(zip(JUDGED, saved.seen, strict=True))
+        return super().metrics() | {"greso/p_easy": self.p[0], "greso/p_hard": self.p[1]}

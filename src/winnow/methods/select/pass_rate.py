@@ -83,11 +83,7 @@ class PassRateSelector(StreamSelector):
 
     def in_band(self) -> np.ndarray:
         """bool [N]: prompts to roll out."""
-        return self._in_band(self.rate_N)
-
-    def _in_band(self, rate_N: np.ndarray) -> np.ndarray:
-        band: np.ndarray = np.isnan(rate_N) | ((rate_N >= self.options.low) & (rate_N <= self.options.high))
-        return band
+        return self.keeps(np.arange(len(self.rate_N)), epoch=0)
 
     def wants_profile(self, step: int) -> int:
         every = self.options.refresh_steps
@@ -101,7 +97,8 @@ class PassRateSelector(StreamSelector):
         return len(known)
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        return self._in_band(self.rate_N[ordinals_N])
+        rate_N, o = self.rate_N[ordinals_N], self.options
+        return np.asarray(np.isnan(rate_N) | ((rate_N >= o.low) & (rate_N <= o.high)))
 
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         if keep:

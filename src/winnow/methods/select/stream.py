@@ -6,12 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
+from ...base.noise import as_tensor, noise_key, uniform
 from ...base.state import Count, State, Stateful
 from ...types import KEEP, Group, Prompt, Verdict, Visit
 from ..gate.audit import RuleAudit
 from ..pass_rates import PassRate
 
+SELECT_STREAM = 3
+"""Separates the draws of selectors from other noise."""
 LOOK_AHEAD = 256
 """Fewest visits decided at once."""
 PATIENCE = 10_000
@@ -59,7 +63,11 @@ class StreamSelector(Stateful):
         return self.visits // len(self.prompts)
 
     def select(self, n: int) -> list[Visit]:
-        """See `Selector.select`. Costs array operations per visit checked and one object per visit passed."""
+        """Return the next visits in stream order: `n` to roll out, and the skipped ones between them.
+
+        Skipped visits have `verdict.keep` False. Returns fewer than `n` only if a whole epoch, and 10,000 visits, were
+        skipped in a row. Costs array operations per visit checked and one object per visit passed.
+        """
         visits: list[Visit] = []
         missing, in_a_row = n, 0
         while missing > 0 and in_a_row < max(PATIENCE, len(self.prompts)):
@@ -87,22 +95,32 @@ class StreamSelector(Stateful):
         """Return bool [N]: which visits to roll out. A function of the state and of (seed, ordinal, epoch) only."""
         return np.ones(len(ordinals_N), dtype=bool)
 
+    def draws(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        """Return uniform random numbers [N], each a function of (seed, ordinal, epoch) alone."""
+        key = as_tensor([noise_key(self.seed, SELECT_STREAM, epoch)])
+        draws_N: np.ndarray = uniform(key, torch.from_numpy(ordinals_N.astype(np.int64))).numpy()
+        return draws_N
+
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         return KEEP if keep else Verdict(False, "skipped")
 
     def observe(self, group: Group) -> None:
-        """Nothing to learn."""
+        """Learn from a finished group; called for each, also for those that a filter drops later."""
 
     def wants_profile(self, step: int) -> int:
+        """Return the rollouts per prompt of a pass-rate profile to make after `step` steps; 0: no profile."""
         return 0
 
     def profiled(self, rates: Iterable[PassRate]) -> int:
+        """Receive the pass rates of a profile; return how many belong to its prompts."""
         return 0
 
     def end_step(self) -> None:
+        """End an optimizer step; called after `metrics`."""
         self.skipped = 0
 
     def metrics(self) -> dict[str, float]:
+        """Return the metrics of the step."""
         return {"epoch": self.visits / len(self.prompts), "select/skipped": float(self.skipped)}
 
     def axes(self) -> dict[str, int]:

@@ -17,7 +17,6 @@ from .stream import StreamSelector, StreamState
 EFFECTIVE, EASY, HARD = 0, 1, 2
 KINDS = {GroupKind.SIGNAL: EFFECTIVE, GroupKind.EASY: EASY, GroupKind.HARD: HARD, GroupKind.UNKNOWN: HARD}
 """Equal rewards count as hard unless they are known to be right."""
-LONGEST = float(np.iinfo(np.uint16).max)
 
 
 class TraceState(StreamState):
@@ -57,7 +56,7 @@ class TraceSelector(StreamSelector):
         self._judged(group, kind)
 
     def _trace(self, ordinal: int, kind: int, share: float) -> None:
-        self.z_N[ordinal] = 0 if kind == EFFECTIVE else min(float(self.z_N[ordinal]) + share, LONGEST)
+        self.z_N[ordinal] = 0 if kind == EFFECTIVE else float(self.z_N[ordinal]) + share
         self.kind_N[ordinal] = kind
 
     def _judged(self, group: Group, kind: GroupKind) -> None:

@@ -6,7 +6,7 @@ share by themselves, so the two thresholds must lie apart and a size must be kep
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
@@ -19,20 +19,6 @@ from .base import GroupSize
 DWELL = 10
 ROUNDING = 1e-9
 """Tolerance of a mean of shares: five shares with mean 1/2 may add up to more than 5/2 in floating point."""
-
-
-def next_size(size: int, history: Sequence[float], base: int, high: int, tau: float, window: int) -> int:
-    """Return `high` once the mean of the last `window` zero-variance shares exceeds `tau`, and then for good.
-
-    `history`: share of zero-variance groups of each step so far (0 to 1), newest last; before `window` of them the size
-    stays. Source: Active-RLOO (Liu), equation 5: K_base = 4, K_high = 8, tau = 0.5, W = 5.
-    """
-    return high if size == high or _mean(history, window) > tau + ROUNDING else base
-
-
-def _mean(history: Sequence[float], window: int) -> float:
-    """Return the mean of the last `window` values; NaN, which compares false with everything, for a shorter history."""
-    return sum(history[-window:]) / window if len(history) >= window else float("nan")
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -85,8 +71,8 @@ class AdaptiveSize(GroupSize):
     state_model = AdaptiveState
 
     def __init__(self, options: AdaptiveK, base: int, high: int) -> None:
+        super().__init__(base, high)
         self.options = options
-        self.smallest, self.largest = base, high
         self.size = base
         self.history: list[float] = []
         self.steps: int | None = None
@@ -107,14 +93,18 @@ class AdaptiveSize(GroupSize):
             self.size, self.history, self.steps = size, [], 0
 
     def _wanted(self) -> int:
+        """Return the size by the mean of the last `window` shares; before that many it stays.
+
+        Source: Active-RLOO (Liu), equation 5: K_base = 4, K_high = 8, tau = 0.5, W = 5.
+        """
         o = self.options
-        if (
-            o.tau_down is not None
-            and self.size == self.largest
-            and _mean(self.history, o.window) < o.tau_down - ROUNDING
-        ):
-            return self.smallest
-        return next_size(self.size, self.history, self.smallest, self.largest, o.tau, o.window)
+        if len(self.history) < o.window:
+            return self.size
+        mean = sum(self.history[-o.window :]) / o.window
+        if self.size == self.largest:
+            falls = o.tau_down is not None and mean < o.tau_down - ROUNDING
+            return self.smallest if falls else self.largest
+        return self.largest if mean > o.tau + ROUNDING else self.smallest
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

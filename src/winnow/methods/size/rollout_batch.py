@@ -23,8 +23,8 @@ Surplus = Literal["carry", "discard"]
 class Exact:
     """One group for each missing one, started at once."""
 
-    def build(self, prompts_per_step: int) -> OneForOne:
-        return OneForOne(prompts_per_step)
+    def build(self, prompts_per_step: int) -> RolloutBatch:
+        return RolloutBatch(prompts_per_step, carry=False)
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -42,7 +42,7 @@ class Fixed:
             yield "with reuse a batch wants few new groups, and most of a fixed round is surplus; use adaptive or exact"
 
     def build(self, prompts_per_step: int) -> Rounds:
-        return Rounds(_largest(self.size, prompts_per_step), None, self.surplus == "carry", prompts_per_step)
+        return Rounds(_largest(self.size, prompts_per_step), self.surplus == "carry", None, prompts_per_step)
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -58,7 +58,7 @@ class Adaptive:
         yield from _problems(self.surplus, run)
 
     def build(self, prompts_per_step: int) -> Rounds:
-        return Rounds(_largest(self.size, prompts_per_step), self.safety, self.surplus == "carry", prompts_per_step)
+        return Rounds(_largest(self.size, prompts_per_step), self.surplus == "carry", self.safety, prompts_per_step)
 
 
 def _problems(surplus: Surplus, run: RunFacts) -> Iterator[str]:
@@ -76,27 +76,32 @@ def _largest(size: int | None, prompts_per_step: int) -> int:
 
 
 @dataclass(frozen=True)
-class OneForOne:
-    """Starts one group for each missing one. It has no rounds; a batch's worth of groups counts as one."""
+class RolloutBatch:
+    """Decides how many groups to start at once while a batch is incomplete; by default one for each missing one."""
 
     size: int
-    carry = False
+    """Most groups in a round; without rounds, a batch's worth of groups counts as one."""
+    carry: bool
+    """Whether surplus groups wait for the next step; otherwise they are dropped."""
 
     def next(self, missing: int, in_flight: int, zero_variance_share: float | None) -> int:
+        """Return the number of groups to start now, <= 0 for no start.
+
+        `missing`: groups the batch still needs; `in_flight`: groups under way; `zero_variance_share`: of the groups
+        judged in this step so far, None before the first.
+        """
         return missing - in_flight
 
 
 @dataclass(frozen=True)
-class Rounds:
+class Rounds(RolloutBatch):
     """Rounds that start when the previous one is over; `safety` None is a fixed size.
 
     An adaptive round before the first judged group of its step has the full size (Algorithm 1 of GRESO). With groups
     carried from the last step, which the paper does not have, it is the missing share of that size.
     """
 
-    size: int
     safety: float | None
-    carry: bool
     prompts_per_step: int
 
     def next(self, missing: int, in_flight: int, zero_variance_share: float | None) -> int:

@@ -16,7 +16,7 @@ from ....base.state import Count, Probability, State
 from ....types import Decision, Fate, Group, Rollout, Token
 from ...base import Chart, RunFacts
 from ..base import Gate, GateContext
-from ..calibration import BINS, Balance, BinnedPosterior, PosteriorState, survival_factor, survival_probabilities
+from ..calibration import BINS, BinnedPosterior, PosteriorState, bin_of, survival_factor, survival_probabilities
 from ..window import FLOATS, INTS, Columns, Window
 from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_logp
 from .rule import ArrolRule, Quality, Scale
@@ -51,7 +51,7 @@ class Arrol:
     """Wanted share of right answers among survivors."""
     strength: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     p_min: Probability = 0.05
-    balance: Balance | Literal["distinct"] = "target"
+    balance: Literal["target", "literal", "distinct"] = "target"
     """`distinct`: ignore success; prune less often the more siblings are expected to have sampled the same tokens so
     far."""
     cold_start: PositiveInt = 20
@@ -177,16 +177,16 @@ class ArrolGate(Gate):
         self._steps = 0
         self._at = options.at or FIRST_AT
         self._posterior = BinnedPosterior(options.bins, REMEMBERED)
-        self._bins = Window(REMEMBERED)
-        self._raw = Window(REMEMBERED)
+        self._bins = Window(maxlen=REMEMBERED)
+        self._raw = Window(maxlen=REMEMBERED)
         """Raw scores, for predictors without a scale."""
         self._scale_M = np.empty(0)
         """Scores of recent rollouts by the current predictor, ascending."""
-        self._lengths = Window(REMEMBERED)
+        self._lengths = Window(maxlen=REMEMBERED)
         """Length of a rollout's last turn, and the number of rollouts it represents."""
         self._q_B = self._posterior.table()
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
-        self._novelty = Window(REMEMBERED)
+        self._novelty = Window(maxlen=REMEMBERED)
         self._factor = 1.0
         self._realised = Realised()
 
@@ -220,18 +220,19 @@ class ArrolGate(Gate):
         for rollout, decision in zip(group.siblings, decisions, strict=True):
             asked = decision.verdict.evidence if decision is not None and "score" in decision.verdict.evidence else None
             if asked is not None:
-                self._realised.ended(pruned=rollout.fate == Fate.PRUNED)
+                self._realised.returned += 1
+                self._realised.pruned += rollout.fate == Fate.PRUNED
             label, weight = self._right(rollout), 1 / rollout.survival_p
             if label is None or not rollout.turns:
                 continue
             self._learn(rollout.last_hidden, mean_logp(rollout), label, weight)
-            self._lengths.append(rollout.turns[-1].stop - rollout.turns[-1].start, weight)
+            self._lengths.append((rollout.turns[-1].stop - rollout.turns[-1].start, weight))
             self._realised.ended_early += decision is None
             if asked is not None and decision is not None:
                 self._posterior.observe(asked["score"], label, weight)
                 self._learn(asked.get("hidden"), asked.get("logp", 0.0), label, weight)
                 saved = weight * (1 - asked["chance"]) * _sampled_after(rollout, decision)
-                self._realised.seen(asked["q"], label, weight, saved)
+                self._realised.outcomes.append((asked["q"], label, weight, saved))
                 scored.append((asked["score"], label, weight))
         if scored:
             self._realised.siblings(scored)
@@ -242,13 +243,15 @@ class ArrolGate(Gate):
     def _remember(self, asked: list[Mapping[str, Any]], group: Group) -> None:
         """Store a group's rollouts in their state at the detection token, whatever their fate."""
         scored = [evidence for evidence in asked if "score" in evidence]
+        self._realised.asked += len(scored)
         self._realised.not_finite += len(asked) - len(scored)
         for evidence in scored:
-            self._realised.decided(evidence["chance"], evidence["novelty"])
-            self._bins.append(self._posterior.bin_of(evidence["score"]))
-            self._novelty.append(evidence["novelty"])
+            self._realised.survival += evidence["chance"]
+            self._realised.novelty += evidence["novelty"]
+            self._bins.append((bin_of(evidence["score"], self.options.bins),))
+            self._novelty.append((evidence["novelty"],))
             if self.options.quality != "head":
-                self._raw.append(evidence["raw"])
+                self._raw.append((evidence["raw"],))
         if scored and self.options.quality == "head":
             hidden_NH = np.array([evidence["hidden"] for evidence in scored])
             self.head.remember(hidden_NH, np.array([evidence["logp"] for evidence in scored]))

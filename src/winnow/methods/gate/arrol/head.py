@@ -157,10 +157,8 @@ class QualityHead:
         self._fits = 0
         self.resets = 0
         """Number of resets because weights were not finite."""
-        self._examples = Window(REMEMBERED)
-        self._observed: list[Example] = []
-        """Examples not yet added to the training data."""
-        self._recent = Window(RECENT)
+        self._examples = Window(maxlen=REMEMBERED)
+        self._recent = Window(maxlen=RECENT)
         """Hidden state and log-probability."""
         self._net: nn.Sequential | None = None
         self._optimizer: torch.optim.AdamW | None = None
@@ -169,7 +167,7 @@ class QualityHead:
 
     def remember(self, hidden_NH: np.ndarray, logp_N: np.ndarray) -> None:
         """Store rollouts at their detection token, whatever their fate."""
-        self._recent.extend(hidden_NH, logp_N)
+        self._recent.extend(zip(hidden_NH, logp_N, strict=True))
 
     def recent_scores(self) -> np.ndarray:
         """Return the scores of the last `RECENT` rollouts by the current head, float [N]."""
@@ -178,20 +176,12 @@ class QualityHead:
 
     def observe(self, example: Example) -> None:
         """Store a labelled rollout; an example that is not finite teaches nothing."""
-        self._observed.append(example)
-
-    def _take_observed(self) -> None:
-        """Add all observed examples at once, much cheaper than one by one."""
-        if self._observed:
-            hidden_NH, logp_N, label_N, weight_N = map(np.array, zip(*self._observed, strict=True))
-            finite_N = _normalisable(hidden_NH) & np.isfinite(logp_N + weight_N)
-            self._examples.extend(*(column[finite_N] for column in (hidden_NH, logp_N, label_N, weight_N)))
-            self._observed = []
+        if _normalisable(example.hidden) and np.isfinite(example.logp + example.weight):
+            self._examples.append(example)
 
     def fit(self) -> None:
         """Take a few AdamW steps; the draws depend only on the seed and the number of earlier fits."""
         self._fits += 1
-        self._take_observed()
         if not len(self._examples):
             return
         hidden_NH, logp_N, label_N, weight_N = self._examples.columns()
@@ -251,7 +241,6 @@ class QualityHead:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        self._take_observed()
         return {
             "fits": self._fits,
             "resets": self.resets,
@@ -266,7 +255,6 @@ class QualityHead:
         self._fits, self.resets = saved.fits, saved.resets
         self._recent.load(saved.recent)
         self._examples.load(saved.examples)
-        self._observed = []
         self.weights, self._net, self._optimizer = HeadWeights(moments=saved.moments), None, None
         if saved.net is not None:
             with at("net"):
@@ -288,7 +276,7 @@ class QualityHead:
 
 
 def _normalisable(hidden_NH: np.ndarray) -> np.ndarray:
-    """Return which states are finite, also squared, as normalising needs; bool [N]."""
+    """Return which states [..., H] are finite, also squared, as normalising needs; bool [...]."""
     lowest_N, highest_N = np.minimum.reduce(hidden_NH, -1), np.maximum.reduce(hidden_NH, -1)
     return np.asarray((highest_N < MAX_CHANGE) & (lowest_N > -MAX_CHANGE))
 

@@ -34,18 +34,6 @@ class Realised:
     ended_early: int = 0
     """Rollouts that ended before the gate point."""
 
-    def decided(self, survival: float, novelty: float) -> None:
-        self.asked += 1
-        self.survival += survival
-        self.novelty += novelty
-
-    def ended(self, *, pruned: bool) -> None:
-        self.returned += 1
-        self.pruned += pruned
-
-    def seen(self, q: float, label: bool, weight: float, saved: float) -> None:
-        self.outcomes.append((q, label, weight, saved))
-
     def siblings(self, scored: list[tuple[float, bool, float]]) -> None:
         """Record (score, success, weight) of a group's rollouts."""
         score_N, label_N, weight_N = (np.array(column) for column in zip(*scored, strict=True))
