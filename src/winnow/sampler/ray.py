@@ -90,13 +90,11 @@ class Ray(PoolOptions):
 class RayWeights(Transport):
     """Newest weights as one object in Ray's store; messages carry a reference to it."""
 
-    _reference: Any = None
-
     def write(self, weights: WeightSource, version: int) -> None:
         """Store the weights. Ray keeps older ones until the last sampler has read them."""
         import ray
 
-        self._reference = None  # the store may have no room for two
+        self.located = None  # the store may have no room for two
         size = sum(spec.bytes for spec in weights.specs.values())
         try:
             source = weights.source if isinstance(weights, HalvedWeights) else weights
@@ -110,13 +108,10 @@ class RayWeights(Transport):
                 f"spills to: {str(error).strip().splitlines()[0]}; start Ray with more (`ray start "
                 "--object-store-memory=BYTES`, init's object_store_memory), or free that disk"
             ) from None
-        self._reference, self.version, self.bytes = put, version, size
-
-    def message(self) -> dict[str, Any]:
-        return {"weights": self._reference, "version": self.version, "bytes": self.bytes}
+        self.located, self.version, self.bytes = put, version, size
 
     def remove(self) -> None:
-        self._reference = None
+        self.located = None
 
 
 def read_object(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
