@@ -22,7 +22,7 @@ from .base.errors import ConfigError as ConfigError
 from .base.files import not_json
 from .base.foreign_values import translated
 from .base.options import MethodSpec as MethodSpec
-from .base.options import Pairs, number, refuse_truths
+from .base.options import Pairs, refuse_truths
 from .base.options import build_options as build_options
 from .base.options import method as method
 from .base.options import name_of as name_of
@@ -379,8 +379,6 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         value = load_yaml(text)
     except yaml.YAMLError:
         raise ConfigError(f"override '{override}': the value is not valid YAML") from None
-    if isinstance(value, str):
-        value = number(value)
     *parents, last = key.split(".")
     for parent in parents:
         field = RunConfig.model_fields.get(parent)

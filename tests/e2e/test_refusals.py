@@ -271,7 +271,7 @@ class TestRefusedAtTheStart:
             ),
             ({"audit": {"epsilon": 1e-300}, "selector": "greso"}, "epsilon"),
             ({"max_lag": 2, "policy_loss": "plain"}, "max_lag: 2 trains on tokens of older policies"),
-            ({"num_iterations": 2, "policy_loss": "plain"}, "num_iterations: 2 trains on tokens of the policy before"),
+            ({"num_iterations": 2, "policy_loss": "plain"}, "num_iterations: 2 trains on tokens of older policies"),
             ({"sync": {"name": "in_process", "lag": "mixed"}}, "sync: options of in_process have no effect"),
             ({"max_lag": 2, "sync": {"name": "in_process", "lag": "some"}}, "lag"),
             ({"rollout_batch": "adaptive", "filter": "zero_variance"}, "max_lag: 1, or choose surplus: discard"),

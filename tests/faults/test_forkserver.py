@@ -132,7 +132,8 @@ def test_a_server_nobody_keeps_ends() -> None:
     child.stdin.close()
     del server
     assert child.wait() == 0, "a child keeps it"
-    assert not psutil.pid_exists(*mine), "until it has ended"
+    del child
+    assert not psutil.pid_exists(*mine), "until nobody keeps that"
 
 
 def test_threads_have_servers_of_their_own(server: ForkServer) -> None:

@@ -85,14 +85,20 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]
         ("", None, []),
     ],
 )
-def test_flags_of_the_first_core(info: str, name: str | None, units: list[str]) -> None:
-    assert bfloat16_units(info) == units
-    assert processor(info) == name or (name is None and processor(info))
+def test_flags_of_the_first_core(info: str, name: str | None, units: list[str], on: Callable[[str], None]) -> None:
+    on(info)
+    assert bfloat16_units() == units
+    assert processor() == name or (name is None and processor())
 
 
 @pytest.mark.parametrize(("said", "threads"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)])
-def test_usable_threads_are_what_the_environment_says_or_the_cores(said: str, threads: int | None) -> None:
-    assert usable_threads({"OMP_NUM_THREADS": said}) == (threads or usable_threads({})) >= 1
+def test_usable_threads_are_what_the_environment_says_or_the_cores(
+    said: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = usable_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert usable_threads() == (threads or cores) >= 1
 
 
 @pytest.mark.parametrize(
@@ -106,9 +112,15 @@ def test_usable_threads_are_what_the_environment_says_or_the_cores(said: str, th
     ],
 )
 def test_the_type_by_processor_and_size(
-    info: str, parameters: int, changes: dict[str, Any], dtype: str, reason: str
+    info: str,
+    parameters: int,
+    changes: dict[str, Any],
+    dtype: str,
+    reason: str,
+    on: Callable[[str], None],
 ) -> None:
-    found, because = choose_dtype(config(**changes), parameters, CPU, info)
+    on(info)
+    found, because = choose_dtype(config(**changes), parameters, CPU)
     assert found == dtype
     assert reason in because
 

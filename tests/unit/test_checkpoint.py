@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from winnow.base.errors import ConfigError
 from winnow.run import checkpoint
 from winnow.run.checkpoint import CheckpointError
 
@@ -99,8 +100,8 @@ def test_reader_of_a_running_run_keeps_what_it_reads(tmp_path: Path) -> None:
     try:
         seen = []
         for _ in range(200):
-            with checkpoint.held(tmp_path) as directory:
-                assert directory is not None
+            with checkpoint.newest_model(tmp_path) as (model, _):
+                directory = model.parent
                 while directory.name == f"step-{checkpoint.steps(tmp_path)[-1]:06d}":
                     assert thread.is_alive(), "a save failed beside a reader"
                     time.sleep(0.001)  # until the run has taken it away
@@ -115,11 +116,11 @@ def test_reader_of_a_running_run_keeps_what_it_reads(tmp_path: Path) -> None:
 
 
 def test_held_checkpoint_may_be_absent_or_damaged(tmp_path: Path) -> None:
-    with checkpoint.held(tmp_path / "nothing") as directory:
-        assert directory is None
+    with pytest.raises(ConfigError, match="no finished model or checkpoint yet"), checkpoint.newest_model(tmp_path):
+        pass
     weights = save(tmp_path, 1) / "model" / "weights.bin"
     weights.write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=str(weights)), checkpoint.held(tmp_path):
+    with pytest.raises(CheckpointError, match=str(weights)), checkpoint.newest_model(tmp_path):
         pass
 
 

@@ -293,7 +293,7 @@ assert not asked[0] or os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
 
     monkeypatch.setattr(processes, "forkserver", server)
     with pytest.raises(InterruptedError):
-        processes.Pipes(1, "winnow.run.serve:main")(None)  # type: ignore[arg-type]
+        processes.open_pipe(None, 1, "winnow.run.serve:main")  # type: ignore[arg-type]
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
 
 

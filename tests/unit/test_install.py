@@ -39,8 +39,7 @@ class Distribution:
 @pytest.mark.parametrize(
     ("origin", "line"),
     [
-        ({"url": "file:///a%20b/winnow", "dir_info": {"editable": True}}, "pip install -e '/a b/winnow[ray]'"),
-        ({"url": "file:///opt/winnow", "dir_info": {}}, "pip install '/opt/winnow[ray]'"),
+        ({"url": "file:///opt/winnow", "dir_info": {}}, "pip install 'winnow-rl[ray] @ file:///opt/winnow'"),
         (
             {"url": "file:///w/winnow_rl-0.2.0-py3-none-any.whl", "archive_info": {}},
             "pip install 'winnow-rl[ray] @ file:///w/winnow_rl-0.2.0-py3-none-any.whl'",
@@ -49,20 +48,22 @@ class Distribution:
             {"url": "https://host/winnow.git", "vcs_info": {"vcs": "git"}},
             "pip install 'winnow-rl[ray] @ git+https://host/winnow.git'",
         ),
-        (None, CHECKOUT),
+        (None, "pip install 'winnow-rl[ray]'"),
     ],
 )
 def test_an_extra_comes_from_where_the_package_came(
     origin: dict[str, Any] | None, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(install_module, "distribution", lambda name: Distribution(origin))
+    monkeypatch.setattr(install_module, "__file__", "/usr/lib/python3/site-packages/winnow/base/install.py")
     assert install("ray") == line
 
 
-def test_a_package_that_is_not_installed_comes_from_its_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_a_checkout_comes_from_it_installed_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise install_module.PackageNotFoundError(name)
 
+    assert install("ray") == CHECKOUT
     monkeypatch.setattr(install_module, "distribution", missing)
     assert install("ray") == CHECKOUT
     assert install("") == CHECKOUT.replace("[ray]", "")

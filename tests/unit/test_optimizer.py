@@ -16,6 +16,7 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor
 
+from winnow.base.settings_yaml import load_yaml
 from winnow.config import ConfigError, validate
 from winnow.learner.fsdp.options import Fsdp
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
@@ -174,7 +175,7 @@ def test_settings_without_effect_or_sense(settings: dict[str, Any], message: str
 
 def test_arguments_as_text_are_those_of_a_section() -> None:
     good = {"model": "m", "env": "countdown", "optim": "sgd"}
-    section = validate(good | {"optim_args": {"momentum": "9e-1", "nesterov": True}})
+    section = validate(good | {"optim_args": {"momentum": load_yaml("9e-1"), "nesterov": True}})
     assert validate(good | {"optim_args": "momentum=9e-1, nesterov=true"}).optim_args == section.optim_args
     assert section.optim_args == {"momentum": 0.9, "nesterov": True}
 

@@ -11,7 +11,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from .forkserver import Forked
 
 LAST_WORDS = 2_000
 """Bytes of stderr kept while lines are read."""
@@ -19,26 +21,12 @@ ENDING_S = 1.0
 """Seconds a process may take to exit, and its stderr to close, once its output is closed."""
 
 
-class Process(Protocol):
-    """A `GroupProcess`, or a process of `forkserver`."""
+class GroupProcess(subprocess.Popen[bytes]):
+    """Process that leads its own session; `kill` ends the whole session, even after the leader has exited."""
 
     stdin: Any
     stdout: Any
     stderr: Any
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status. Raises subprocess.TimeoutExpired."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the process with everything it started."""
-        ...
-
-
-class GroupProcess(subprocess.Popen[bytes]):
-    """Process that leads its own session; `kill` ends the whole session, even after the leader has exited."""
 
     def __init__(self, command: Sequence[str], *, stdin: Any = subprocess.PIPE, **options: Any) -> None:
         """`options`: of `subprocess.Popen`."""
@@ -53,7 +41,7 @@ class GroupProcess(subprocess.Popen[bytes]):
 class Child:
     """A process with pipes. One thread reads and ends it; any thread may `kill`, and one other thread may send."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: GroupProcess | Forked) -> None:
         self.process = process
         self.stdout = bytearray()
         self.stderr = bytearray()

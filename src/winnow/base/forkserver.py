@@ -34,8 +34,8 @@ class Forked:
     """A forked process: its pipes and exit status. It is killed, at the latest, with its server."""
 
     def __init__(self, server: ForkServer, stdin: int, stdout: int, stderr: int, status: int) -> None:
-        self._server: ForkServer | None = server
-        """Reference held until this process ends; a server without references exits and frees its 300 MB."""
+        self._server = server
+        """A server without references exits and frees its 300 MB."""
         self.stdin, self.stdout, self.stderr = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), os.fdopen(stderr, "rb")
         self._status = os.fdopen(status, "rb")
         self._lock = threading.Lock()
@@ -65,14 +65,12 @@ class Forked:
                 if begun and timeout is not None and not select.select([self._status], [], [], timeout)[0]:
                     raise subprocess.TimeoutExpired(str(begun), timeout)
                 self._ended = int((begun and self._status.readline()) or KILLED)
-                self._server = None
             return self._ended
 
     def kill(self) -> None:
         """Kill the process with everything it started."""
-        server = self._server
-        if self._pid is None and server is not None and server.importing:
-            server.kill()
+        if self._pid is None and self._server.importing:
+            self._server.kill()
         if self.poll() is None:
             for end in (os.killpg, os.kill):  # it may have no group yet
                 with contextlib.suppress(ProcessLookupError):

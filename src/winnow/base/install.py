@@ -6,7 +6,6 @@ import json
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 NAME = "winnow-rl"
 
@@ -14,24 +13,14 @@ NAME = "winnow-rl"
 def install(extra: str) -> str:
     """Return the command that installs `extra` (empty for the package alone) from this copy's origin: its checkout,
     directory, wheel or address."""
-    return f"pip install {_requirement(f'[{extra}]' if extra else '')}"
-
-
-def _requirement(extras: str) -> str:
-    origin = _origin()
-    url, directory = origin.get("url", ""), "dir_info" in origin
-    path = unquote(urlsplit(url).path) if url.startswith("file:") else ""
-    if path and directory:
-        editable = "-e " if origin["dir_info"].get("editable") else ""
-        return f"{editable}'{path}{extras}'"
-    if url:
-        vcs = origin.get("vcs_info", {}).get("vcs")
-        url = f"{vcs}+{url}" if vcs else url
-        return f"'{NAME}{extras} @ {url}'"
+    extras = f"[{extra}]" if extra else ""
     checkout = Path(__file__).resolve().parents[3]
     if (checkout / "pyproject.toml").is_file():
-        return f"-e '{checkout}{extras}'"
-    return f"'{NAME}{extras}'"
+        return f"pip install -e '{checkout}{extras}'"
+    origin = _origin()
+    vcs, url = origin.get("vcs_info", {}).get("vcs"), origin.get("url")
+    source = f" @ {vcs}+{url}" if vcs else f" @ {url}"
+    return f"pip install '{NAME}{extras}{source if url else ''}'"
 
 
 def _origin() -> dict[str, Any]:

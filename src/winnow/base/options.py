@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from .config_errors import explain, suggestion
 from .dotted import TargetError, class_for
@@ -36,22 +36,8 @@ def _pairs(given: Any) -> Any:
         raise ValueError(f"the values of {given!r} are not valid YAML") from None
 
 
-Pairs = Annotated[
-    dict[str, Scalar],
-    BeforeValidator(_pairs, json_schema_input_type=str | dict[str, Scalar]),
-    AfterValidator(
-        lambda given: {key: number(value) if isinstance(value, str) else value for key, value in given.items()}
-    ),
-]
+Pairs = Annotated[dict[str, Scalar], BeforeValidator(_pairs, json_schema_input_type=str | dict[str, Scalar])]
 """Arguments as a section, or as text in transformers' form: `momentum=0.9,nesterov=true`."""
-
-
-def number(text: str) -> Any:
-    """Parse a number; return other text unchanged. YAML 1.1 reads 1e-5 as a string."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def name_of(spec: MethodSpec) -> str:
@@ -86,9 +72,8 @@ def build_options(cls: type, options: Mapping[str, Any], where: str) -> Any:
         if key not in known:
             hint = suggestion(key, known) if known else " It has no options."
             raise ConfigError(f"{where}: unknown option '{key}'.{hint}")
-    numbers = {k: number(v) if isinstance(v, str) else v for k, v in options.items()}
     try:
-        built: Any = TypeAdapter(cls).validate_python(numbers if _accepts(cls, numbers) else dict(options))
+        built: Any = TypeAdapter(cls).validate_python(dict(options))
     except ValidationError as error:
         raise ConfigError(explain(error, known, where)) from None
     refuse_truths(options, {key: getattr(built, key) for key in options}, where)
@@ -103,11 +88,3 @@ def refuse_truths(given: Mapping[str, Any], taken: Mapping[str, Any], where: str
             raise ConfigError(f"{where}: {key}: expected a number, not {str(was).lower()}")
         if isinstance(was, Mapping) and isinstance(now, Mapping):
             refuse_truths(was, now, f"{where}: {key}")
-
-
-def _accepts(cls: type, options: Mapping[str, Any]) -> bool:
-    try:
-        TypeAdapter(cls).validate_python(options)
-    except ValidationError:
-        return False
-    return True

@@ -12,29 +12,24 @@ FAST = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """CPU flags that decide which dtype is fast."""
 
 
-def cpu_info() -> str:
-    """Return the text of /proc/cpuinfo, or empty text."""
-    return CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
-
-
-def processor(info: str | None = None) -> str:
-    """Return the processor's name and `FAST` flags. `info`: text of /proc/cpuinfo; None reads this machine's."""
-    said = _first(cpu_info() if info is None else info)
+def processor() -> str:
+    """Return the processor's name and `FAST` flags."""
+    said = _first_core()
     if not said:
         return platform.processor() or platform.machine()
     fast = ", ".join(flag for flag in FAST if flag in _flags(said))
     return f"{said.get('model name', platform.machine())} ({fast})"
 
 
-def bfloat16_units(info: str | None = None) -> list[str]:
+def bfloat16_units() -> list[str]:
     """Return the flags for bfloat16 faster than float32: `amx_bf16`, `avx512_bf16`, or an empty list."""
-    flags = _flags(_first(cpu_info() if info is None else info))
+    flags = _flags(_first_core())
     return [flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags]
 
 
-def usable_threads(environment: Mapping[str, str] | None = None) -> int:
+def usable_threads() -> int:
     """Return OMP_NUM_THREADS if set, else the cores available to this process; at least 1."""
-    said = (os.environ if environment is None else environment).get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if said.isdigit() and int(said):
         return int(said)
     if hasattr(os, "sched_getaffinity"):
@@ -42,8 +37,9 @@ def usable_threads(environment: Mapping[str, str] | None = None) -> int:
     return os.cpu_count() or 1
 
 
-def _first(info: str) -> dict[str, str]:
-    """Return the fields of the first core."""
+def _first_core() -> dict[str, str]:
+    """Return the fields of the first core in /proc/cpuinfo; empty without that file."""
+    info = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
     lines = [line.partition(":") for line in info.splitlines()]
     return {key.strip(): value.strip() for key, _, value in reversed(lines) if key.strip()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -27,6 +28,12 @@ class _Loader(yaml.SafeLoader):
         if node is not None:
             _values(node, {})
         return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+"""Numbers like 1e-5, which YAML 1.1 reads as text."""
 
 
 def _values(node: Any, known: dict[int, int | None]) -> int:

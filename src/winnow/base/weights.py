@@ -7,6 +7,7 @@ import json
 import math
 import re
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,25 +86,18 @@ class StateWeights:
         return self._state
 
 
-class LazyState(Mapping[str, torch.Tensor]):
+class LazyState(UserDict[str, torch.Tensor]):
     """A state dict that makes each tensor on lookup: all of them never exist at once."""
 
     def __init__(self, names: Collection[str], make: Callable[[str], torch.Tensor]) -> None:
-        self._names, self._make = dict.fromkeys(names), make
+        super().__init__()
+        self.data = dict.fromkeys(names)  # type: ignore[assignment]
+        self._make = make
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
+        if name not in self.data:
             raise KeyError(name)
         return self._make(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:

@@ -144,8 +144,8 @@ def _on_gpu(
     return budgets
 
 
-def choose_dtype(c: RunConfig, parameters: int, device: torch.device, info: str | None = None) -> tuple[str, str]:
-    """Return the compute dtype and the reason. `info`: text of /proc/cpuinfo; None: this machine's."""
+def choose_dtype(c: RunConfig, parameters: int, device: torch.device) -> tuple[str, str]:
+    """Return the compute dtype and the reason."""
     if c.matmul_precision != "highest":
         return "float32", f"matmul_precision: {c.matmul_precision} says how it is multiplied"
     if parameters < PAYS_FROM:
@@ -153,7 +153,7 @@ def choose_dtype(c: RunConfig, parameters: int, device: torch.device, info: str 
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
         return ("bfloat16", "the GPU has it") if fast else ("float32", "the GPU has no bfloat16")
-    units = bfloat16_units(info) if device.type == "cpu" else []
+    units = bfloat16_units() if device.type == "cpu" else []
     if not units:
         return "float32", f"{device.type} without amx_bf16 or avx512_bf16"
     return "bfloat16", f"the processor multiplies it fast ({units[0]})"

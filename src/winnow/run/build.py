@@ -34,13 +34,8 @@ PROBE_TOKENS = 16
 
 
 def build_sampler(context: SamplerContext) -> Sampler:
-    """Build the sampler. Raises ConfigError when stale samples would be trained uncorrected, or options do nothing."""
+    """Build the sampler. Raises ConfigError when options do nothing, or contradict others."""
     c = context.config
-    if c.max_lag and c.policy_loss == "plain" and name_of(c.correction) == "none":
-        raise ConfigError(
-            f"max_lag: {c.max_lag} trains on tokens of older policies, and policy_loss: plain does not correct for it; "
-            "set correction: truncate, or policy_loss: clip"
-        )
     options = sampler_options(c.sync)
     if "asynchronous" in options.provides and c.changed(("rollout_batch",)):
         raise ConfigError(

@@ -81,11 +81,6 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
             f"advantage: {name_of(c.advantage)} needs groups of at least {advantage.smallest_group} rollouts, but they "
             f"may have only {group_size.smallest}; lower its k, or raise num_generations or the sizes of group_size"
         )
-    if c.reuse is not None and loss.policy_loss == "plain" and not loss.correction.active:
-        raise ConfigError(
-            "reuse: its groups were sampled by older policies, and policy_loss: plain without a correction trains on "
-            "them as if the current one had sampled them; set correction: truncate, or policy_loss: clip"
-        )
     filters = _filters(c, options["filter"])
     filter_ = filters[0] if len(filters) == 1 else _all_of(c, filters)
     judge = GroupJudge(success or Success(), filter_.atol, advantage)
@@ -232,10 +227,11 @@ def build_loss(c: RunConfig) -> LossConfig:
             f"{clipping} has no effect with correction: {name_of(c.correction)} and num_iterations: 1, as only the "
             "change since the first iteration is clipped; remove it, or use correction: none, or more iterations"
         )
-    if c.num_iterations > 1 and c.policy_loss == "plain" and not loss.correction.active:
+    stale = c.changed(("max_lag", "num_iterations", "reuse"))
+    if stale and c.policy_loss == "plain" and not loss.correction.active:
         raise ConfigError(
-            f"num_iterations: {c.num_iterations} trains on tokens of the policy before the first update, and "
-            "policy_loss: plain does not correct for it; set correction: truncate, or policy_loss: clip"
+            f"{stale} trains on tokens of older policies, and policy_loss: plain does not correct for it; set "
+            "correction: truncate, or policy_loss: clip"
         )
     return loss
 

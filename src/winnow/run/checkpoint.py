@@ -169,33 +169,23 @@ def latest(run_dir: Path) -> Path | None:
 
 
 @contextmanager
-def held(run_dir: Path) -> Iterator[Path | None]:
-    """Yield the newest checkpoint, verified and protected from removal inside the block; None without one.
-
-    A run in progress removes old checkpoints; this is a directory of links to the files of one. Raises CheckpointError
-    if it is damaged.
-    """
-    root = run_dir / "checkpoints"
-    with tempfile.TemporaryDirectory(prefix=".reading-", dir=root if os.access(root, os.W_OK) else None) as own:
-        held = None
-        while held is None and (found := steps(run_dir)):
-            held = _linked(root / _name(found[-1]), Path(own))
-        yield held
-
-
-@contextmanager
 def newest_model(run_dir: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the finished model, else that of the newest checkpoint, readable inside the block; and where it belongs.
+    """Yield the finished model, else that of the newest checkpoint, verified; and where it belongs.
 
-    Raises ConfigError when there is no model yet, CheckpointError if the checkpoint is damaged.
+    A run in progress removes old checkpoints; inside the block this one stays, as links to its files. Raises
+    ConfigError when there is no model yet, CheckpointError if the checkpoint is damaged.
     """
     if (run_dir / "model").is_dir():
         yield run_dir / "model", run_dir / "model"
         return
-    with held(run_dir) as saved:
+    root = run_dir / "checkpoints"
+    with tempfile.TemporaryDirectory(prefix=".reading-", dir=root if os.access(root, os.W_OK) else None) as own:
+        saved = None
+        while saved is None and (found := steps(run_dir)):
+            saved = _linked(root / _name(found[-1]), Path(own))
         if saved is None:
             raise ConfigError(f"{run_dir}: no finished model or checkpoint yet; train longer")
-        yield saved / "model", run_dir / "checkpoints" / saved.name / "model"
+        yield saved / "model", root / saved.name / "model"
 
 
 def _linked(directory: Path, into: Path) -> Path | None:

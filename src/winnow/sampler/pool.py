@@ -334,6 +334,7 @@ class SamplerPool(Sampler):
             if sent.key not in returned:  # its sampler did not answer
                 groups.append(failed_group(sent.job, "", fate=None, greedy=self._greedy))
         self._members, self._landed, self._pending = [], [], 0
+        self._inbox = queue.SimpleQueue()  # its messages hold on to their channels
         self._waiting.clear()
         self._transport.remove()
         return [group for group in groups if group.purpose == "train"]

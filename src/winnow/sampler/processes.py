@@ -9,13 +9,14 @@ import queue
 import re
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
 from ..base.child import Child
-from ..base.forkserver import Forked, ForkServer, forkserver
+from ..base.forkserver import Forked, forkserver
 from ..base.options import CHECKED
 from .base import PoolOptions, SamplerContext
 from .handle import Inbox, Message
@@ -46,8 +47,8 @@ class Processes(PoolOptions):
 
     def build(self, context: SamplerContext) -> SamplerPool:
         transport = PublishedWeights(Path(context.config.output_dir) / WEIGHTS)
-        pipes = Pipes(self.threads, f"{context.entry}:main")
-        return SamplerPool(self, context, transport, pipes, pipes.close)
+        open_channel = partial(open_pipe, threads=self.threads, entry=f"{context.entry}:main")
+        return SamplerPool(self, context, transport, open_channel)
 
 
 class Pipe:
@@ -94,20 +95,9 @@ class Pipe:
                 self._child.send(line)
 
 
-class Pipes:
-    """Starts samplers on this machine; what they import is imported once, until `close`."""
-
-    def __init__(self, threads: int, entry: str) -> None:
-        """`entry`: function to run in each, `module:function`."""
-        self._threads, self._entry = threads, entry
-        self._server: ForkServer | None = None
-
-    def __call__(self, inbox: Inbox) -> Pipe:
-        paths = dict.fromkeys([*(os.path.abspath(p) for p in sys.path), os.getcwd()])
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(self._threads)}
-        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # what imports ask of CUDA must not start it: samplers are forked
-        self._server = forkserver(self._entry, env)
-        return Pipe(inbox, self._server.fork())
-
-    def close(self) -> None:
-        self._server = None
+def open_pipe(inbox: Inbox, threads: int, entry: str) -> Pipe:
+    """Start a sampler, which runs the function `entry`; what it imports is imported once, while any of them is kept."""
+    paths = dict.fromkeys([*(os.path.abspath(p) for p in sys.path), os.getcwd()])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+    env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # what imports ask of CUDA must not start it: samplers are forked
+    return Pipe(inbox, forkserver(entry, env).fork())

@@ -90,13 +90,11 @@ class Ray(PoolOptions):
 class RayWeights(Transport):
     """Newest weights as one object in Ray's store; messages carry a reference to it."""
 
-    _reference: Any = None
-
     def write(self, weights: WeightSource, version: int) -> None:
         """Store the weights. Ray keeps older ones until the last sampler has read them."""
         import ray
 
-        self._reference = None  # the store may have no room for two
+        self.located = None  # the store may have no room for two
         size = sum(spec.bytes for spec in weights.specs.values())
         try:
             source = weights.source if isinstance(weights, HalvedWeights) else weights
@@ -110,13 +108,10 @@ class RayWeights(Transport):
                 f"spills to: {str(error).strip().splitlines()[0]}; start Ray with more (`ray start "
                 "--object-store-memory=BYTES`, init's object_store_memory), or free that disk"
             ) from None
-        self._reference, self.version, self.bytes = put, version, size
-
-    def message(self) -> dict[str, Any]:
-        return {"weights": self._reference, "version": self.version, "bytes": self.bytes}
+        self.located, self.version, self.bytes = put, version, size
 
     def remove(self) -> None:
-        self._reference = None
+        self.located = None
 
 
 def read_object(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -133,8 +128,10 @@ class ActorChannel:
     """
 
     def __init__(self, inbox: Inbox, options: Ray, private: Mapping[str, str], entry: str) -> None:
+        import ray
+
         self._actor = (
-            remote_actor()
+            ray.remote(concurrency_groups={"orders": 1, "reports": 1})(SamplerActor)
             .options(
                 num_cpus=options.threads,
                 num_gpus=options.num_gpus,
@@ -151,7 +148,7 @@ class ActorChannel:
         self._thread.start()
 
     def send(self, content: dict[str, Any]) -> None:
-        self._actor.order.remote(content)
+        self._actor.order.options(concurrency_group="orders").remote(content)
 
     def kill(self) -> str:
         import ray
@@ -168,7 +165,7 @@ class ActorChannel:
 
         try:
             while True:
-                asked = self._actor.report.remote()
+                asked = self._actor.report.options(concurrency_group="reports").remote()
                 while not ray.wait([asked], timeout=LOOK_S)[0]:
                     if self._killed.is_set():
                         return
@@ -183,8 +180,8 @@ class ActorChannel:
             inbox.put(Message(self, None))
 
 
-class Actor:
-    """Sampler end of the channel, in a Ray process."""
+class SamplerActor:
+    """Sampler end of the channel, in a Ray process. Orders keep their sequence, also while a report is awaited."""
 
     def __init__(self, folder: str, private: Mapping[str, str], entry: str) -> None:
         os.environ.update(private)
@@ -192,7 +189,10 @@ class Actor:
             os.chdir(folder)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._reports.put({"placed": node()})
+        import ray
+
+        here = {"NodeManagerAddress": ray.util.get_node_ip_address(), "NodeID": ray.get_runtime_context().get_node_id()}
+        self._reports.put({"placed": cluster.node_name(here)})
         threading.Thread(target=self._serve, args=(entry,), daemon=True).start()
 
     def _serve(self, entry: str) -> None:
@@ -216,22 +216,3 @@ class Actor:
             while True:
                 messages.append(self._reports.get_nowait())
         return messages
-
-
-def node() -> str:
-    """Return the name of the node this process runs on."""
-    import ray
-
-    here = {"NodeManagerAddress": ray.util.get_node_ip_address(), "NodeID": ray.get_runtime_context().get_node_id()}
-    return cluster.node_name(here)
-
-
-def remote_actor() -> Any:
-    """Return the actor class. Orders keep their sequence, also while a report is awaited."""
-    import ray
-
-    class SamplerActor(Actor):
-        order = ray.method(concurrency_group="orders")(Actor.order)
-        report = ray.method(concurrency_group="reports")(Actor.report)
-
-    return ray.remote(concurrency_groups={"orders": 1, "reports": 1})(SamplerActor)

@@ -5,28 +5,9 @@ No group starts that would be stale when it is trained: pace, don't discard.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from ..methods.size import RolloutBatch
 from .base import GroupSource
 from .buffer import Buffer
-
-
-class Pace(Protocol):
-    def room(self, step: int, steps_left: int, zero_share: float | None) -> int:
-        """Return how many groups to start now for the optimizer step from version `step`; `steps_left` includes it.
-
-        `zero_share`: share of groups without signal among those judged in this step; None before the first.
-        """
-        ...
-
-    def ready(self, step: int) -> bool:
-        """Whether to train now."""
-        ...
-
-    def settled(self) -> bool:
-        """Whether a checkpoint may be taken now."""
-        ...
 
 
 class SyncPace:
@@ -36,12 +17,18 @@ class SyncPace:
         self._buffer, self._sampler, self._rollout_batch = buffer, sampler, rollout_batch
 
     def room(self, step: int, steps_left: int, zero_share: float | None) -> int:
+        """Return how many groups to start now for the optimizer step from version `step`; `steps_left` includes it.
+
+        `zero_share`: share of groups without signal among those judged in this step; None before the first.
+        """
         return self._rollout_batch.next(self._buffer.missing, self._sampler.pending, zero_share)
 
     def ready(self, step: int) -> bool:
+        """Whether to train now."""
         return not self._sampler.pending
 
     def settled(self) -> bool:
+        """Whether a checkpoint may be taken now."""
         return not self._sampler.pending
 
 
@@ -63,3 +50,6 @@ class AsyncPace:
     def settled(self) -> bool:
         """Always true: what is in flight is part of a checkpoint."""
         return True
+
+
+Pace = SyncPace | AsyncPace

@@ -30,14 +30,16 @@ class Transport:
     """Newest version; -1 before the first."""
     bytes = 0
     """Size of the newest weights."""
+    located: Any = None
+    """Where samplers find them, as the channel carries it: a path, or a reference of Ray's."""
 
     def write(self, weights: WeightSource, version: int) -> None:
         """Make these the newest weights that samplers can read."""
         raise NotImplementedError
 
     def message(self) -> dict[str, Any]:
-        """Return the message that locates the newest weights: `weights`, as the channel carries it, and `version`."""
-        raise NotImplementedError
+        """Return the message that locates the newest weights."""
+        return {"weights": self.located, "version": self.version, "bytes": self.bytes}
 
     def remove(self) -> None:
         """Remove all weights."""
@@ -56,18 +58,12 @@ class PublishedWeights(Transport):
         self.directory = directory
         shutil.rmtree(directory, ignore_errors=True)
 
-    def path(self, version: int) -> Path:
-        return self.directory / f"{version}.safetensors"
-
-    def message(self) -> dict[str, Any]:
-        return {"weights": str(self.path(self.version)), "version": self.version}
-
     def write(self, weights: WeightSource, version: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        writing = self.directory / ".writing"
+        writing, file = self.directory / ".writing", self.directory / f"{version}.safetensors"
         save_tensors(weights, writing)
-        writing.rename(self.path(version))
-        self.version, self.bytes = version, self.path(version).stat().st_size
+        writing.rename(file)
+        self.located, self.version, self.bytes = str(file), version, file.stat().st_size
         for old in sorted(self.directory.glob("*.safetensors"), key=lambda p: int(p.stem))[:-KEPT]:
             old.unlink()
 
