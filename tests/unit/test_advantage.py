@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.methods.advantage import ADVANTAGES, dr_grpo, grpo, rloo
+from winnow.methods.advantage import ADVANTAGES, dr_grpo, grpo, max_at_k, opo, rloo
 
 from ..builders.groups import make_group
 
@@ -58,6 +59,13 @@ def test_one_success_among_failures_is_signal_under_every_advantage() -> None:
 
 def test_integer_rewards_keep_their_fractions() -> None:
     np.testing.assert_allclose(dr_grpo(np.array([1, 0, 0, 0])), [0.75, -0.25, -0.25, -0.25])
+
+
+@pytest.mark.parametrize("function", [grpo, rloo, dr_grpo, partial(max_at_k, k=2), partial(opo, tokens_G=np.ones(2))])
+@pytest.mark.parametrize("rewards_G", [np.zeros((2, 2)), np.array([1.0, np.inf])])
+def test_bad_input_is_refused(function, rewards_G: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="finite, one for each member"):
+        function(rewards_G)
 
 
 @pytest.mark.parametrize("name", [name for name, cls in ADVANTAGES.items() if not cls.greedy_baseline])

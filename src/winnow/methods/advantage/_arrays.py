@@ -6,7 +6,9 @@ import numpy as np
 
 
 def present(rewards_G: np.ndarray) -> np.ndarray:
-    """Return the members that have a reward, [n]."""
+    """Return the members that have a reward, [n]. Raises ValueError on another shape or an infinite reward."""
+    if rewards_G.ndim != 1 or np.isinf(rewards_G).any():
+        raise ValueError(f"rewards must be finite, one for each member (NaN: absent), not {rewards_G}")
     return rewards_G[~np.isnan(rewards_G)]
 
 

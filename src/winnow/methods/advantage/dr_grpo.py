@@ -13,8 +13,8 @@ from ._base import Advantage
 def dr_grpo(rewards_G: np.ndarray) -> np.ndarray:
     """Return r - mean over the members that have a reward.
 
-    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros.
-    Source: Liu et al. 2025 (Dr. GRPO).
+    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises ValueError on a shape
+    other than [G] or an infinite reward. Source: Liu et al. 2025 (Dr. GRPO).
     """
     there = present(rewards_G)
     if no_signal(there):

@@ -14,8 +14,8 @@ from ._base import Advantage
 def grpo(rewards_G: np.ndarray, eps: float = 1e-6, ddof: int = 0) -> np.ndarray:
     """Return (r - mean) / (std + eps) over the n members that have a reward; the variance divides by n - `ddof`.
 
-    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros.
-    Source: Shao et al. 2024 (DeepSeekMath), outcome supervision.
+    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises ValueError on a shape
+    other than [G] or an infinite reward. Source: Shao et al. 2024 (DeepSeekMath), outcome supervision.
     """
     there = present(rewards_G)
     if no_signal(there):

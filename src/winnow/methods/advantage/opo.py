@@ -16,7 +16,8 @@ def opo(rewards_G: np.ndarray, tokens_G: np.ndarray) -> np.ndarray:
     """Return r - sum l r / sum l, with l the action tokens of each rollout.
 
     float [G], NaN where absent, and [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. If
-    no rollout has a token, the baseline is the mean. Source: Hao et al. 2025 (OPO).
+    no rollout has a token, the baseline is the mean. Raises ValueError on a shape other than [G] or an infinite reward.
+    Source: Hao et al. 2025 (OPO).
     """
     there = ~np.isnan(rewards_G)
     if no_signal(present(rewards_G)):

@@ -13,8 +13,8 @@ from ._base import Advantage
 def rloo(rewards_G: np.ndarray) -> np.ndarray:
     """Return r_i - mean of the other members that have a reward.
 
-    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros.
-    Source: Ahmadian et al. 2024, eq. 7.
+    [G] -> [G]; NaN members stay NaN. All equal, or fewer than two present: zeros. Raises ValueError on a shape
+    other than [G] or an infinite reward. Source: Ahmadian et al. 2024, eq. 7.
     """
     there = present(rewards_G)
     if no_signal(there):
