@@ -68,21 +68,18 @@ class Endpoint(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Request)
-        self._open: dict[str, Ask] = {}
+        self.asks: dict[str, Ask] = {}
         self._unheeded: set[str] = set()
         threading.Thread(target=self.serve_forever, name="winnow-endpoint", daemon=True).start()
 
     def open(self, ask: Ask) -> str:
         """Return a `base_url` for requests of one rollout, valid until `forget`."""
         secret = secrets.token_urlsafe(16)
-        self._open[secret] = ask
+        self.asks[secret] = ask
         return f"http://127.0.0.1:{self.server_address[1]}/{secret}/v1"
 
     def forget(self, base_url: str) -> None:
-        self._open.pop(base_url.split("/")[-2], None)
-
-    def ask_at(self, secret: str) -> Ask | None:
-        return self._open.get(secret)
+        self.asks.pop(base_url.split("/")[-2], None)
 
     def unheeded(self, keys: set[str]) -> None:
         """Warn once about each setting without effect here."""
@@ -142,7 +139,7 @@ class _Request(BaseHTTPRequestHandler):
 
     def _ask(self, route: str) -> Ask | None:
         secret, slash, rest = self.path.partition("?")[0].lstrip("/").partition("/")
-        return self.server.ask_at(secret) if slash + rest == route else None
+        return self.server.asks.get(secret) if slash + rest == route else None
 
     def _refuse(self, status: int, message: str) -> None:
         self._json(status, {"error": {"message": message, "type": "invalid_request_error", "code": status}})

@@ -57,7 +57,7 @@ class AgentConfig(DatasetConfig):
 
     def build(self) -> AgentTask:  # type: ignore[override]
         return with_agent(
-            self.rows_alone(),  # type: ignore[arg-type]
+            super().build(),  # type: ignore[arg-type]
             load_function(self.agent),
             max_turns=self.max_turns,
             max_turn_length=self.max_turn_length,

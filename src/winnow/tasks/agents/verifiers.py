@@ -13,7 +13,7 @@ from typing import Any
 
 from ...base.files import digest
 from ...base.install import install
-from ...env.base import RewardFn, Task
+from ...env.base import OneTurn, RewardFn, Task
 from ...types import Message, Prompt
 from .task import AgentTask
 
@@ -85,11 +85,10 @@ def prompt_of(key: str, data: Any) -> Prompt:
     return Prompt(data.id or data.name or key[:16], 0, messages=tuple(messages), columns={"key": key})
 
 
-class Tasks:
+class Tasks(OneTurn):
     """The tasks as rows, split into training and held-out ones."""
 
-    name, max_turns = "verifiers", 1
-    stop: tuple[str, ...] = ()
+    name = "verifiers"
     reward_funcs: Sequence[RewardFn] = ()
 
     def __init__(self, config: VerifiersConfig, prompts: Sequence[Prompt]) -> None:
@@ -108,9 +107,6 @@ class Tasks:
             part.append(replace(prompt, id=name, ordinal=len(part)))
         self.train: Sequence[Prompt] = train
         self.test: Sequence[Prompt] = test
-
-    def make_env(self, prompt: Prompt) -> None:
-        return None
 
     def fingerprint(self) -> str:
         rows = [[p.columns["key"] for p in part] for part in (self.train, self.test)]
