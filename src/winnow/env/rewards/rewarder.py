@@ -174,16 +174,6 @@ class Rewarder:
             if function.model is not None and conversational:
                 function.model.require_chat_template()
 
-    def score(self, groups: Sequence[Group]) -> None:
-        """Score groups and wait for all of them. Raises RuntimeError while groups given to `start` are being scored."""
-        if self._work:
-            raise RuntimeError("score: other groups are being scored; collect them with done() first")
-        waiting = {id(group) for group in groups}
-        for group in groups:
-            self.start(group)
-        while waiting:
-            waiting -= {id(group) for group in self.done(wait=True)}
-
     def start(self, group: Group, environments: Sequence[Any] | None = None) -> None:
         """Start scoring the rollouts without fate or reward. Raises ValueError if the group is being scored."""
         if any(work.group is group for work in self._work):
