@@ -49,6 +49,8 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All other columns; forwarded to reward functions and environments by name."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of tools for the chat template, where the model may call some."""
 
 
 class GroupKind(StrEnum):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from winnow.env.rewards.rewarder import Rewarder
@@ -28,10 +30,19 @@ def group(*texts: str, number: int = 0, chat: bool = False, **columns) -> Group:
     return Group(Visit(number, 0, prompt), [rollout(i, text) for i, text in enumerate(texts)])
 
 
+def score_all(rewarder: Rewarder, groups: Sequence[Group]) -> None:
+    """Score groups and wait for all of them."""
+    for each in groups:
+        rewarder.start(each)
+    waiting = {id(each) for each in groups}
+    while waiting:
+        waiting -= {id(each) for each in rewarder.done(wait=True)}
+
+
 def scored(reward_funcs, *groups: Group, weights=None, **options) -> Rewarder:
     rewarder = Rewarder(reward_funcs, weights, **options)
     try:
-        rewarder.score(groups)
+        score_all(rewarder, groups)
     finally:
         rewarder.close()
     return rewarder

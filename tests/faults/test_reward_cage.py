@@ -26,6 +26,8 @@ from winnow.env.workers.worker import WorkerError, WorkerPool
 from winnow.run.build import build_rewarder, build_task
 from winnow.types import Group, Prompt, Rollout, Verdict, Visit
 
+from ..builders.rewards import score_all
+
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 CODE = """
@@ -76,7 +78,7 @@ def scored(code: Path, name: str, workers: RewardWorkers | None = None, calls: i
     try:
         groups = [group() for _ in range(calls)]
         for one in groups:
-            rewarder.score([one])
+            score_all(rewarder, [one])
     finally:
         rewarder.close()
     return [rollout for one in groups for rollout in one.rollouts]
@@ -98,7 +100,7 @@ def test_a_reward_that_raises_names_its_line(code: Path) -> None:
 
     rewarder = Rewarder(here)
     judged = group()
-    rewarder.score([judged])
+    score_all(rewarder, [judged])
     rewarder.close()
     line = here.__code__.co_firstlineno + 1
     assert judged.rollouts[0].reason == f"reward here: KeyError: 'answer' ({os.path.relpath(__file__)}:{line})"
@@ -125,7 +127,7 @@ def test_the_settings_reach_the_workers(code: Path, monkeypatch: pytest.MonkeyPa
     config = validate({**values, "reward_env": ["JUDGE_KEY"], "reward_memory_mb": 512})
     rewarder = build_rewarder(config, build_task(config.env))
     judged = group()
-    rewarder.score([judged])
+    score_all(rewarder, [judged])
     assert (judged.rollouts[0].reward, rewarder._pool.memory_mb) == (0.75, 512)
     rewarder.close()
     with pytest.raises(ConfigError, match="reward_sandbox"):

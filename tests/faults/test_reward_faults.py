@@ -17,6 +17,8 @@ from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.workers import RewardWorkers
 from winnow.types import Fate, Group, Prompt, Rollout, Visit
 
+from ..builders.rewards import score_all
+
 
 def group(*texts: str, number: int = 0, **columns) -> Group:
     rollouts = [
@@ -63,7 +65,7 @@ def test_bad_values_fail_every_rollout_with_the_cause(name):
     function, cause = BAD[name]
     g = group("x", "y")
     rewarder = Rewarder([function, lambda completions: [None] * len(completions)])
-    rewarder.score([g])
+    score_all(rewarder, [g])
     rewarder.close()
     for r in g.rollouts:
         assert r.fate is Fate.FAILED
@@ -75,7 +77,7 @@ def test_bad_values_fail_every_rollout_with_the_cause(name):
 def test_one_bad_value_fails_one_rollout():
     g = group("a", "b", "c", "d")
     rewarder = Rewarder(lambda completions: [1.0, float("nan"), TimeoutError("judge"), None])
-    rewarder.score([g])
+    score_all(rewarder, [g])
     rewarder.close()
     np.testing.assert_array_equal(g.rewards(), [1.0, np.nan, np.nan, np.nan])
     assert [r.fate for r in g.rollouts] == [None, *[Fate.FAILED] * 3]
@@ -85,7 +87,7 @@ def test_one_bad_value_fails_one_rollout():
 def test_one_failing_function_of_two_fails_the_rollout():
     g = group("x")
     rewarder = Rewarder([lambda completions: [1.0], raises])
-    rewarder.score([g])
+    score_all(rewarder, [g])
     rewarder.close()
     assert g.rollouts[0].fate is Fate.FAILED
     assert g.rollouts[0].rewards == {"<lambda>": 1.0, "raises": None}
@@ -94,7 +96,7 @@ def test_one_failing_function_of_two_fails_the_rollout():
 def test_weights_that_overflow_fail():
     g = group("x")
     rewarder = Rewarder(lambda completions: [1e20], [1e300])
-    rewarder.score([g])
+    score_all(rewarder, [g])
     rewarder.close()
     assert g.rollouts[0].reason == "the weighted sum of rewards is inf"
 
@@ -109,7 +111,7 @@ def test_hanging_callable_fails_its_group_and_the_next_is_scored():
 
     first, second = group("hang", "b"), group("c", number=1)
     rewarder = Rewarder(f, timeout_s=0.2)
-    rewarder.score([first, second])
+    score_all(rewarder, [first, second])
     assert "took over 0.2 s" in first.rollouts[1].reason
     assert first.rollouts[0].fate is Fate.FAILED
     assert second.rewards().tolist() == [1.0]
@@ -123,10 +125,10 @@ def test_only_so_many_callables_may_hang():
     release = threading.Event()
     rewarder = Rewarder(lambda completions: release.wait(60) and [1.0], timeout_s=0.02)
     groups = [group("x", number=i) for i in range(20)]
-    rewarder.score(groups)
+    score_all(rewarder, groups)
     assert all(g.rollouts[0].fate is Fate.FAILED for g in groups)
     late = group("x")
-    rewarder.score([late])
+    score_all(rewarder, [late])
     assert "never returned" in late.rollouts[0].reason
     release.set()
     rewarder.close()
@@ -144,7 +146,7 @@ def test_hanging_coroutines():
     for function in (waits, refuses):
         g = group("x")
         rewarder = Rewarder(function, timeout_s=0.1)
-        rewarder.score([g])
+        score_all(rewarder, [g])
         assert "took over 0.1 s" in g.rollouts[0].reason
         rewarder.close()
 
@@ -159,8 +161,8 @@ def test_coroutine_that_blocks_its_loop_does_not_block_the_next():
 
     rewarder = Rewarder(f, timeout_s=0.1)
     first, second = group("hang"), group("x", number=1)
-    rewarder.score([first])
-    rewarder.score([second])
+    score_all(rewarder, [first])
+    score_all(rewarder, [second])
     assert first.rollouts[0].fate is Fate.FAILED
     assert second.rewards().tolist() == [1.0]
     release.set()
@@ -203,7 +205,7 @@ def test_function_by_name_that_hangs_is_killed_also_when_the_caller_is_not_the_m
 
     def run() -> None:
         rewarder = Rewarder(f"{module}:hangs", timeout_s=0.3, workers=RewardWorkers(1))
-        rewarder.score([first, second])
+        score_all(rewarder, [first, second])
         rewarder.close()
 
     thread = threading.Thread(target=run)
@@ -225,7 +227,7 @@ def test_function_by_name_that_hangs_is_killed_also_when_the_caller_is_not_the_m
 def test_function_by_name_that_goes_wrong(module, name, cause):
     g = group("x", "y")
     rewarder = Rewarder(f"{module}:{name}")
-    rewarder.score([g])
+    score_all(rewarder, [g])
     rewarder.close()
     assert [r.fate for r in g.rollouts] == [Fate.FAILED] * 2
     assert cause in g.rollouts[0].reason
@@ -234,7 +236,7 @@ def test_function_by_name_that_goes_wrong(module, name, cause):
 def test_answer_that_cannot_be_computed_fails_alone():
     g = group("\\boxed{42}", "\\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{41}", answer="42")
     rewarder = Rewarder(math_reward, timeout_s=2, workers=RewardWorkers(2))
-    rewarder.score([g])
+    score_all(rewarder, [g])
     rewarder.close()
     np.testing.assert_array_equal(g.rewards(), [1.0, np.nan, 0.0])
     assert g.rollouts[1].fate is Fate.FAILED
@@ -246,7 +248,7 @@ def test_nothing_is_left_behind(module):
 
     def run() -> None:
         rewarder = Rewarder([f"{module}:dies", raises], workers=RewardWorkers(1))
-        rewarder.score([group("x", number=i) for i in range(3)])
+        score_all(rewarder, [group("x", number=i) for i in range(3)])
         rewarder.close()
 
     run()

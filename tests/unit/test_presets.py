@@ -17,6 +17,8 @@ from winnow.env.rewards.workers import RewardWorkers
 from winnow.env.row_files import DataError
 from winnow.types import Group, Prompt, Rollout, Visit
 
+from ..builders.rewards import score_all
+
 GSM8K = {
     "question": "Ann has 1,200 apples and buys 34. How many has she?",
     "answer": "She has 1200 + 34 = <<1200+34=1234>>1234 apples.\n#### 1,234",
@@ -96,7 +98,7 @@ def test_prompt_columns_and_reward(tmp_path, preset, scorers):
     ]
     group = Group(Visit(0, 0, prompt), rollouts)
     assert [f.__name__ for f in task.reward_funcs] == ["math_reward"]
-    scorers.score([group])
+    score_all(scorers, [group])
     assert group.rewards().tolist() == [1.0, 0.0], [r.reason for r in rollouts]
 
 
@@ -121,7 +123,7 @@ def test_numbers_and_lists_are_judged_as_they_are_written(scorers):
             for i, t in enumerate(said)
         ]
         group = Group(Visit(0, 0, prompt), rollouts)
-        scorers.score([group])
+        score_all(scorers, [group])
         assert group.rewards().tolist() == [1.0, 0.0], (value, [r.reason for r in rollouts])
         assert exact_answer([text, "no"], [value, value]) == [1.0, 0.0]
 

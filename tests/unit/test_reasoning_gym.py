@@ -12,6 +12,8 @@ from winnow.env.rewards.workers import RewardWorkers
 from winnow.tasks.reasoning_gym import ReasoningGymConfig, reasoning_gym_reward, score
 from winnow.types import Group, Rollout, Visit
 
+from ..builders.rewards import score_all
+
 
 @pytest.fixture(scope="module")
 def task():
@@ -55,7 +57,7 @@ def test_verifier_that_executes_model_output_does_so_elsewhere_and_without_secre
         for i, text in enumerate((prompt.columns["answer"], attack))
     ]
     rewarder = Rewarder(task.reward_funcs, timeout_s=20, workers=RewardWorkers(1))
-    rewarder.score([Group(Visit(0, 0, prompt), rollouts)])
+    score_all(rewarder, [Group(Visit(0, 0, prompt), rollouts)])
     rewarder.close()
     assert rollouts[0].reward == 1.0
     assert (rollouts[1].reward or 0.0) < 1.0

@@ -16,7 +16,7 @@ from winnow.env.rewards.rewarder import Rewarder
 from winnow.record.samples import sample
 from winnow.types import Fate
 
-from ..builders.rewards import group, scored
+from ..builders.rewards import group, score_all, scored
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_missing_columns_are_found_before_and_during_a_run():
         singular.check(["answer", argument])
         singular.close()
     g = group("x", answers=1)
-    rewarder.score([g])
+    score_all(rewarder, [g])
     rewarder.close()
     assert g.rollouts[0].fate is Fate.FAILED
     assert "needs a column 'answer'" in g.rollouts[0].reason

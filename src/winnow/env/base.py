@@ -90,11 +90,6 @@ def before_stop(text: str) -> str:
     return text.removesuffix(getattr(text, "stop_string", ""))
 
 
-def whole_text(text: str) -> str:
-    """Return the text with every special token, or a plain `text` unchanged."""
-    return getattr(text, "whole", text)
-
-
 @runtime_checkable
 class Env(Protocol):
     """An environment for one rollout: built for one sibling, reset once, stepped until done.
@@ -155,6 +150,16 @@ class Task(Protocol):
     def fingerprint(self) -> str:
         """Return a hash of everything that decides prompts and rewards; a resume refuses a changed one."""
         ...
+
+
+class OneTurn:
+    """Base of tasks without an environment."""
+
+    max_turns = 1
+    stop: tuple[str, ...] = ()
+
+    def make_env(self, prompt: Prompt) -> None:
+        return None
 
 
 @runtime_checkable

@@ -40,31 +40,28 @@ def rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str
 
     Raises PromptError for contents other than text, and any error of the template.
     """
-    if not (parts := _parts(messages)):
-        return _ready(tokenizer, messages, options)
-    plain = []
+    plain: list[Message] = []
+    parts: list[str] = []
     for message in messages:
         content: Any = message.get("content")
-        in_parts = isinstance(content, list | tuple)
-        plain.append({**message, "content": "".join(part["text"] for part in content)} if in_parts else message)
-    with suppress(Exception):  # any error of a template that requires parts
-        text = _ready(tokenizer, plain, options)
-        if all(part.strip() in text for part in parts):
-            return text
+        if isinstance(content, list | tuple):
+            texts = [_text_of(part) for part in content]
+            parts += texts
+            message = {**message, "content": "".join(texts)}
+        plain.append(message)
+    if parts:  # some templates drop them silently, others require them
+        with suppress(Exception):  # any error of a template that requires parts
+            text = _ready(tokenizer, plain, options)
+            if all(part.strip() in text for part in parts):
+                return text
     return _ready(tokenizer, messages, options)
 
 
-def _parts(messages: Sequence[Message]) -> list[str]:
-    """Return texts of contents in parts, which some templates drop silently and others require."""
-    found = []
-    for message in messages:
-        content: Any = message.get("content")
-        for part in content if isinstance(content, list | tuple) else ():
-            if not isinstance(part.get("text"), str):
-                kind = part.get("type")
-                raise PromptError(f"a message has a part of type '{kind}'; the model is given text only: remove it")
-            found.append(part["text"])
-    return found
+def _text_of(part: Mapping[str, Any]) -> str:
+    if not isinstance(part.get("text"), str):
+        kind = part.get("type")
+        raise PromptError(f"a message has a part of type '{kind}'; the model is given text only: remove it")
+    return str(part["text"])
 
 
 def _ready(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:

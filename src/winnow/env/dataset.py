@@ -7,7 +7,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Sequence, Sized
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +15,10 @@ import numpy as np
 from ..base.dotted import nearest
 from ..base.paths import tilde
 from ..types import Message, Prompt
-from .base import Env, RewardFn
-from .presets import PRESETS, REWARD_FUNCS
+from .base import OneTurn, RewardFn
+from .presets import PRESETS
 from .prompt_store import Store, StoredPrompts, content_of
-from .rewards.math import same_answers
+from .rewards.math import math_reward, same_answers
 from .rewards.scores import STANDARD
 from .row_files import DataError, Row
 from .rows import read_rows, rows_of
@@ -76,10 +76,6 @@ class DatasetConfig:
         test = None if self.test is None else read_rows(self.test, self.test_split, self.subset)
         return DatasetTask(self, train, test)
 
-    def rows_alone(self) -> DatasetTask:
-        """Return the task of these rows, for a config that extends this one."""
-        return DatasetConfig(**{field.name: getattr(self, field.name) for field in fields(DatasetConfig)}).build()
-
     def with_rows(self, train: Iterable[Any], test: Iterable[Any] | None = None) -> DatasetTask:
         """Return the task of Python rows instead of `path`: a `datasets.Dataset`, a pandas data frame or any iterable
         of mappings, read to its end. Raises DataError naming the row."""
@@ -87,16 +83,14 @@ class DatasetConfig:
         return DatasetTask(self, rows, None if test is None else rows_of(test, "eval_dataset"))
 
 
-class DatasetTask:
+class DatasetTask(OneTurn):
     """Task with training and held-out rows. Raises DataError naming file and line for unusable data."""
 
     name = "dataset"
-    max_turns = 1
-    stop: tuple[str, ...] = ()
 
     def __init__(self, config: DatasetConfig, train: Iterable[Row], test: Iterable[Row] | None = None) -> None:
         self.config = config
-        self.reward_funcs: list[RewardFn] = list(REWARD_FUNCS) if config.preset else []
+        self.reward_funcs: list[RewardFn] = [math_reward] if config.preset else []
         self._fingerprint: str | None = None
         store = self._stored(train)
         stores = [store]
@@ -137,16 +131,14 @@ class DatasetTask:
             )
         return store
 
-    def make_env(self, prompt: Prompt) -> Env | None:
-        return None
-
     def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
         """Return last boxed or marked answers, as in mathematics: equal in value, however written."""
         return same_answers(texts)
 
     def fingerprint(self) -> str:
         if self._fingerprint is None:
-            own = {k: tilde(v) if isinstance(v, str) else v for k, v in asdict(self.config).items()}
+            own = {field.name: getattr(self.config, field.name) for field in fields(DatasetConfig)}
+            own = {k: tilde(v) if isinstance(v, str) else v for k, v in own.items()}
             digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode())
             encode = json.JSONEncoder(sort_keys=True, default=str).encode
             for part in (self.train, self.test):

@@ -10,8 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .base import RewardFn
-from .rewards.math import last_boxed, math_reward
+from .rewards.math import last_boxed
 from .row_files import DataError, Row
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -80,5 +79,3 @@ PRESETS: dict[str, Callable[[Row], Values]] = {
     "verifiers": _verifiers,
 }
 """Name -> function from a published row to one with `prompt`. Raises DataError naming the row."""
-REWARD_FUNCS: list[RewardFn] = [math_reward]
-"""Reward function of all presets."""

@@ -44,7 +44,7 @@ def _content(text: str | None, messages: Sequence[Message] | None) -> str:
 class Record(NamedTuple):
     """One stored row."""
 
-    place: int
+    place: str
     number: int
     """Line or row number within `place`."""
     id: str | None
@@ -62,7 +62,6 @@ class Store:
         self._offsets = array("q", [0])
         self._kept: dict[int, Record] = {}
         """Python rows that cannot be serialized."""
-        self._places: dict[str, int] = {}
         self.columns: dict[str, None] = {}
         """Names of all columns, in order of appearance."""
         self._digests = bytearray()
@@ -81,8 +80,7 @@ class Store:
     def add(self, row: Row, own_id: str | None, text: str | None, messages: tuple[Message, ...] | None) -> None:
         """Add a row with its prompt."""
         self.columns.update(dict.fromkeys(row.values))
-        place = self._places.setdefault(row.place, len(self._places))
-        record = Record(place, row.number, own_id, text, messages, row.values)
+        record = Record(row.place, row.number, own_id, text, messages, row.values)
         try:
             data = pickle.dumps(tuple(record), pickle.HIGHEST_PROTOCOL)
         except Exception:  # any error of an object's own pickling
@@ -122,7 +120,7 @@ class Store:
     def where(self, row: int) -> str:
         """Return a row's place for messages."""
         record = self[row]
-        return f"{list(self._places)[record.place]} {record.number}"
+        return f"{record.place} {record.number}"
 
     def digests(self) -> np.ndarray:
         """Return [N] of 16 bytes each: the beginning of the SHA-256 of each row's content."""

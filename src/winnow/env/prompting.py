@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -16,14 +15,6 @@ from .chat import PromptError as PromptError
 from .chat import is_begun, joined, rendered
 
 _QUESTION: Message = {"role": "user", "content": "?"}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolPrompt(Prompt):
-    """Messages for a model that may call tools."""
-
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """JSON schemas for the chat template's `tools`."""
 
 
 class NextMessages(str):
@@ -74,11 +65,15 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
     if prompt.messages is None:
         ids = _encoded(tokenizer, prompt, (prompt.text or "") + (observation or ""))
     else:
-        require_chat_template(tokenizer, prompt)
+        if not getattr(tokenizer, "chat_template", None):
+            raise PromptError(
+                f"prompt '{prompt.id}' is a list of messages, but the tokenizer has no chat template; "
+                "use a chat model, set chat_template, or give text prompts"
+            )
         tools: dict[str, Any] = {}
-        if isinstance(prompt, ToolPrompt):
+        if prompt.tools:
             require_tool_template(tokenizer, prompt)
-            tools = {"tools": list(prompt.tools) or None}
+            tools = {"tools": list(prompt.tools)}
         messages = first_messages(prompt, observation)
         try:
             text = rendered(tokenizer, messages, **tools)
@@ -92,16 +87,14 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
 
 def with_messages(prompt: Prompt, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
     """Return a prompt of these messages, with the id of `prompt`."""
-    if tools:
-        return ToolPrompt(prompt.id, prompt.ordinal, messages=tuple(messages), tools=tuple(tools))
-    return Prompt(prompt.id, prompt.ordinal, messages=tuple(messages))
+    return Prompt(prompt.id, prompt.ordinal, messages=tuple(messages), tools=tuple(tools))
 
 
 def first_messages(prompt: Prompt, observation: str | None) -> list[Message]:
     """Return the messages with the first observation, inserted before an assistant's turn begun by them."""
     messages: list[Message] = list(prompt.messages or ())
     begun = [messages.pop()] if len(messages) > 1 and is_begun(messages) else []
-    if isinstance(prompt, ToolPrompt):
+    if prompt.tools:
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + (observation or "")}
     elif observation is not None:
         messages.append({"role": "user", "content": observation})
@@ -128,14 +121,6 @@ def as_beginning(tokenizer: Any, full: list[int], bare: list[int]) -> list[int]:
         if full[n : n + len(bare)] == bare:
             return bare if bare[:n] == full[:n] else full[: n + len(bare)]
     return full
-
-
-def require_chat_template(tokenizer: Any, prompt: Prompt) -> None:
-    if not getattr(tokenizer, "chat_template", None):
-        raise PromptError(
-            f"prompt '{prompt.id}' is a list of messages, but the tokenizer has no chat template; "
-            "use a chat model, set chat_template, or give text prompts"
-        )
 
 
 _shows_tools: WeakSet[Any] = WeakSet()
@@ -180,7 +165,7 @@ def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled
     """
     before: Sequence[Message] = prompt.messages or [_QUESTION]
     added: Sequence[Message] = [{"role": "user", "content": observation}]
-    tools: Sequence[Any] = prompt.tools if isinstance(prompt, ToolPrompt) else ()
+    tools = prompt.tools
     if isinstance(observation, NextMessages):
         added, tools = observation.messages, tools or observation.tools
         if added[0]["role"] == "tool":

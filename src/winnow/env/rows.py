@@ -17,7 +17,7 @@ MOST_UNCOUNTED = 10_000_000
 """Rows after which an iterable without a length counts as endless."""
 
 
-def read_rows(paths: str | Sequence[str], split: str = "train", subset: str | None = None) -> Iterator[Row]:
+def read_rows(paths: str | Sequence[str], split: str, subset: str | None) -> Iterator[Row]:
     """Yield all rows of one or several sources, in order.
 
     A source is a file in a format of `row_files.FORMATS`, a glob of such files, `made:` and a name in `made.MADE`, a
@@ -43,11 +43,7 @@ def _of_source(source: str, split: str, subset: str | None) -> Iterator[Row]:
 
 
 def _made(source: str, split: str) -> Iterator[Row]:
-    try:
-        rows = made_rows(source.removeprefix(PREFIX), split)
-    except ValueError as error:
-        raise DataError(str(error)) from None
-    for number, values in enumerate(rows, start=1):
+    for number, values in enumerate(made_rows(source.removeprefix(PREFIX), split), start=1):
         yield Row(f"{source}[{split}], row", number, values)
 
 

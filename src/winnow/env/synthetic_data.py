@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .row_files import DataError
+
 PREFIX = "made:"
 SIZES = {"train": 1024, "test": 256}
 HELD_OUT = 0.2
@@ -41,11 +43,10 @@ class Kind:
 
 
 def made_rows(name: str, split: str) -> list[Made]:
-    """Return distinct rows, alternating kinds while each has new ones. Raises ValueError for unknown names."""
+    """Return distinct rows, alternating kinds while each has new ones. Raises DataError for unknown names."""
     if name not in MADE or split not in SIZES:
-        raise ValueError(
-            f"{PREFIX}{name}: there is {', '.join(PREFIX + n for n in MADE)}, in the splits train and test"
-        )
+        known = ", ".join(PREFIX + n for n in MADE)
+        raise DataError(f"{PREFIX}{name}: there is {known}, in the splits train and test")
     streams = {kind.name: (kind, random.Random(f"{name}/{split}/{kind.name}")) for kind in MADE[name]}
     rows: list[Made] = []
     seen: set[tuple[str, Operands]] = set()

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,9 +23,9 @@ from transformers.utils import get_json_schema
 
 from ..base.files import digest
 from ..types import Message, Prompt
-from .base import OverlappingEnv, RewardFn, StepResult, Task, whole_text
+from .base import OverlappingEnv, RewardFn, StepResult, Task
 from .prompt_store import changed
-from .prompting import NextMessages, ToolPrompt
+from .prompting import NextMessages
 from .workers.calls import Deadlines
 from .workers.functions import function_name
 from .workers.remote import EnvLostError
@@ -73,22 +72,17 @@ def _between(text: str, start: str, end: str) -> Iterator[str]:
         at = stop + len(end)
 
 
-def parser_of(tokenizer: Any, tools: Sequence[Tool | Mapping[str, Any]] = ()) -> ResponseParser:
-    """Return a parser by the tokenizer's own `response_template`. Raises ValueError without one."""
-    if getattr(tokenizer, "response_template", None) is None:
-        raise ValueError("with_tools: the tokenizer has no response_template; leave out `parse` for <tool_call> JSON")
-    start = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False, add_generation_prompt=True)
-    return ResponseParser(tokenizer, start, list(tools) or None)
-
-
-@dataclass(frozen=True)
 class ResponseParser:
-    """Calls `parse_response` of a tokenizer; made by `parser_of`."""
+    """Parses calls by the tokenizer's own `response_template`. Raises ValueError without one."""
 
-    tokenizer: Any
-    start: str
-    """The generation prompt."""
-    tools: Sequence[Tool | Mapping[str, Any]] | None
+    def __init__(self, tokenizer: Any, tools: Sequence[Tool | Mapping[str, Any]] = ()) -> None:
+        if getattr(tokenizer, "response_template", None) is None:
+            raise ValueError(
+                "with_tools: the tokenizer has no response_template; leave out `parse` for <tool_call> JSON"
+            )
+        user = [{"role": "user", "content": ""}]
+        self._start = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
+        self._tokenizer, self._tools = tokenizer, list(tools) or None
 
     def __call__(self, text: str) -> list[Call]:
         try:
@@ -101,12 +95,15 @@ class ResponseParser:
         return str(self._message(text).get("content") or "")
 
     def _message(self, text: str) -> dict[str, Any]:
-        return self.tokenizer.parse_response(text, prefix=self.start, tools=self.tools) or {}
+        return self._tokenizer.parse_response(text, prefix=self._start, tools=self._tools) or {}
+
+
+parser_of = ResponseParser
 
 
 def message_of(text: str, parse: Parser) -> Message | None:
     """Return the assistant's turn as a message with `tool_calls`, or None without calls."""
-    whole = whole_text(text)
+    whole = getattr(text, "whole", text)
     calls = parse(whole)
     if not calls:
         return None
@@ -126,40 +123,6 @@ def _checked(call: Any) -> Call:
         raise ValueError("a tool call must be an object with a name")
     arguments = call.get("arguments")
     return call["name"], {} if arguments is None else arguments
-
-
-def with_tools(
-    task: Task,
-    tools: Sequence[Tool] = (),
-    environment_factory: Factory | Mapping[str, Factory] | None = None,
-    *,
-    parse: Parser = parse_tool_calls,
-    max_tool_calling_iterations: int = MAX_ITERATIONS,
-    timeout_s: float = 60.0,
-) -> ToolTask:
-    """Return the task with tools that the model may call, over several turns.
-
-    `environment_factory`: makes an environment for each rollout; a mapping gives one for each value of the column
-    `environment`. Its `get_reward` is called after every turn and at the end, and is the reward. `parse`: finds
-    calls in the model's output. `timeout_s` bounds a reset, and all calls of a turn; later the rollout fails. Raises
-    ValueError when the task has its own turns or prompts other than messages, or a tool cannot be described.
-    """
-    if task.max_turns != 1:
-        raise ValueError(f"with_tools: task {task.name} has an environment of its own; give a task of one turn")
-    if max_tool_calling_iterations < 1:
-        raise ValueError(f"max_tool_calling_iterations must be at least 1, not {max_tool_calling_iterations}")
-    factories: dict[Any, Factory] = {None: lambda: None}
-    if isinstance(environment_factory, Mapping):
-        factories = dict(environment_factory)
-    elif environment_factory is not None:
-        factories = {None: environment_factory}
-    kits = {name: _Kit(name, tools, factory) for name, factory in factories.items()}
-    if task.reward_funcs and any(kit.rewards for kit in kits.values()):
-        raise ValueError(
-            f"with_tools: get_reward of the environment would replace the reward functions of task {task.name}; "
-            "keep one of the two"
-        )
-    return ToolTask(task, kits, parse, max_tool_calling_iterations, Deadlines(timeout_s))
 
 
 class _Kit:
@@ -200,16 +163,45 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 
 class ToolTask:
-    """A task of one turn with tools; made by `with_tools`."""
+    """A task of one turn with tools that the model may call, over several turns.
+
+    `environment_factory`: makes an environment for each rollout; a mapping gives one for each value of the column
+    `environment`. Its `get_reward` is called after every turn and at the end, and is the reward. `parse`: finds
+    calls in the model's output. `timeout_s` bounds a reset, and all calls of a turn; later the rollout fails. Raises
+    ValueError when the task has its own turns or prompts other than messages, or a tool cannot be described.
+    """
 
     def __init__(
-        self, task: Task, kits: Mapping[Any, _Kit], parse: Parser, iterations: int, deadlines: Deadlines
+        self,
+        task: Task,
+        tools: Sequence[Tool] = (),
+        environment_factory: Factory | Mapping[str, Factory] | None = None,
+        *,
+        parse: Parser = parse_tool_calls,
+        max_tool_calling_iterations: int = MAX_ITERATIONS,
+        timeout_s: float = 60.0,
     ) -> None:
+        if task.max_turns != 1:
+            raise ValueError(f"with_tools: task {task.name} has an environment of its own; give a task of one turn")
+        if max_tool_calling_iterations < 1:
+            raise ValueError(f"max_tool_calling_iterations must be at least 1, not {max_tool_calling_iterations}")
+        factories: Mapping[Any, Factory] = {None: lambda: None}
+        if isinstance(environment_factory, Mapping):
+            factories = environment_factory
+        elif environment_factory is not None:
+            factories = {None: environment_factory}
+        self._kits = {name: _Kit(name, tools, factory) for name, factory in factories.items()}
+        rewards = [kit.rewards for kit in self._kits.values()]
+        if task.reward_funcs and any(rewards):
+            raise ValueError(
+                f"with_tools: get_reward of the environment would replace the reward functions of task {task.name}; "
+                "keep one of the two"
+            )
         self.name, self.stop = task.name, task.stop
         self.reward_funcs: Sequence[RewardFn] = task.reward_funcs
-        self.max_turns = iterations + 1
-        self._task, self._kits, self._parse, self._deadlines = task, kits, parse, deadlines
-        self.rewards_itself = all(kit.rewards for kit in kits.values())
+        self.max_turns = max_tool_calling_iterations + 1
+        self._task, self._parse, self._deadlines = task, parse, Deadlines(timeout_s)
+        self.rewards_itself = all(rewards)
         """Whether every environment has `get_reward`, so that no reward function is asked."""
         for prompt in chain(task.train, task.test):
             self._equipped(prompt)
@@ -233,13 +225,10 @@ class ToolTask:
     def _equipped(self, prompt: Prompt) -> Prompt:
         if not prompt.messages:
             raise ValueError(f"prompt '{prompt.id}' is plain text; tools need messages and a chat model")
-        schemas = tuple(self._kit(prompt).schemas)
-        return ToolPrompt(prompt.id, prompt.ordinal, messages=prompt.messages, columns=prompt.columns, tools=schemas)
+        return replace(prompt, tools=tuple(self._kit(prompt).schemas))
 
 
-def _content(result: Any) -> Any:
-    """Return a tool's result as content of a message, as in TRL: a list unchanged, all else as text."""
-    return result if isinstance(result, list) else str(result)
+with_tools = ToolTask
 
 
 class ToolEnv:
@@ -270,9 +259,7 @@ class ToolEnv:
         row = {"prompt": [dict(m) for m in self._prompt.messages or ()], **self._prompt.columns}
         if self._kit.chosen:
             del row["environment"]
-        observation = self._begin(self.environment.reset, row)()
-        if observation is not None and not isinstance(observation, str):
-            raise TypeError(f"reset returned {type(observation).__name__}, not text or None")
+        observation: str | None = self._begin(self.environment.reset, row)()
         return observation
 
     def _step(self, text: str) -> StepResult:
@@ -282,8 +269,11 @@ class ToolEnv:
             return StepResult(None, self._reward(), done=True, message=message)
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
         begun = [(name, self._tried(partial(self._call, name, arguments))) for name, arguments in calls]
-        results = [(name, self._tried(finish)) for name, finish in begun]
-        messages = [{"role": "tool", "name": name, "content": _content(result)} for name, result in results]
+        messages: list[Message] = []
+        for name, finish in begun:
+            result = self._tried(finish)
+            content = result if isinstance(result, list) else str(result)  # as in TRL
+            messages.append({"role": "tool", "name": name, "content": content})
         action = json.dumps(calls, sort_keys=True)
         return StepResult(NextMessages(messages), self._reward(), action=action, message=message)
 
@@ -296,16 +286,14 @@ class ToolEnv:
         """Start a call and return a function that returns its result. Async functions run concurrently."""
         if inspect.iscoroutinefunction(function):
             return self._deadlines.submit_async(partial(function, **arguments)).result
-        attempts: list[bool] = []
+        name = f"tool {function_name(function)}"
         try:
-            with noticing_signals(lambda: attempts.append(True)):
+            with noticing_signals(name, NO_SIGNALS):
                 result = function(**arguments)
         except Exception as error:
-            if attempts:
-                raise ToolUnavailableError(f"tool {function_name(function)}: {error}; {NO_SIGNALS}") from error
+            if NO_SIGNALS in getattr(error, "__notes__", ()):
+                raise ToolUnavailableError(f"{name}: {error}; {NO_SIGNALS}") from error
             raise
-        if attempts:
-            warnings.warn(f"tool {function_name(function)}: {NO_SIGNALS}", stacklevel=2)
         return lambda: result
 
     def _tried(self, step: Callable[[], Any]) -> Any:

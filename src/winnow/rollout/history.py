@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..env.chat import is_begun
-from ..env.prompting import NextMessages, ToolPrompt, encode_observation, encode_prompt, first_messages, with_messages
+from ..env.prompting import NextMessages, encode_observation, encode_prompt, first_messages, with_messages
 from ..types import Message, Prompt, Turn
 from .in_flight import Sibling
 
@@ -59,8 +59,7 @@ def _rendered(tokenizer: Any, prompt: Prompt, sibling: Sibling, observation: str
     added = observation.messages if isinstance(observation, NextMessages) else _as_user(observation)
     sibling.messages += [_assistant(sibling.rollout.turns[-1], sibling.begun), *added]
     sibling.begun = ""
-    tools = prompt.tools if isinstance(prompt, ToolPrompt) else ()
-    return encode_prompt(tokenizer, with_messages(prompt, sibling.messages, tools))
+    return encode_prompt(tokenizer, with_messages(prompt, sibling.messages, prompt.tools))
 
 
 def _as_user(observation: str) -> tuple[Message, ...]:

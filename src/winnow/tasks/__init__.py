@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 
 
 class LazyTable(Mapping[str, type]):
@@ -13,8 +13,7 @@ class LazyTable(Mapping[str, type]):
         self._targets = dict(targets)
 
     def __getitem__(self, name: str) -> type:
-        module, _, attribute = self._targets[name].partition(":")
-        found: type = getattr(import_module(module, __name__), attribute)
+        found: type = resolve_name(f"winnow.{self._targets[name]}")
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -26,14 +25,14 @@ class LazyTable(Mapping[str, type]):
 
 ENVS: Mapping[str, type] = LazyTable(
     {
-        "countdown": ".countdown:CountdownConfig",
-        "reasoning_gym": ".reasoning_gym:ReasoningGymConfig",
-        "dataset": "..env.dataset:DatasetConfig",
-        "python_tool": ".python_tool:PythonToolConfig",
-        "agent": ".agents:AgentConfig",
-        "verifiers": ".agents.verifiers:VerifiersConfig",
-        "textworld": ".games.textworld.task:TextWorldConfig",
-        "alfworld": ".games.alfworld.task:AlfworldConfig",
+        "countdown": "tasks.countdown:CountdownConfig",
+        "reasoning_gym": "tasks.reasoning_gym:ReasoningGymConfig",
+        "dataset": "env.dataset:DatasetConfig",
+        "python_tool": "tasks.python_tool:PythonToolConfig",
+        "agent": "tasks.agents:AgentConfig",
+        "verifiers": "tasks.agents.verifiers:VerifiersConfig",
+        "textworld": "tasks.games.textworld.task:TextWorldConfig",
+        "alfworld": "tasks.games.alfworld.task:AlfworldConfig",
     }
 )
 """Name -> frozen dataclass of options with `build() -> Task`."""

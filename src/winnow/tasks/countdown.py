@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from ..base.files import digest
 from ..base.options import CHECKED
-from ..env.base import Env, RewardFn
+from ..env.base import OneTurn, RewardFn
 from ..types import Prompt
 
 MAX_LENGTH = 1_024
@@ -230,12 +230,10 @@ class CountdownConfig:
         return Countdown(self)
 
 
-class Countdown:
+class Countdown(OneTurn):
     """Task of puzzles and, for `style: steps`, demonstrations. Raises ValueError if too few puzzles exist."""
 
     name = "countdown"
-    max_turns = 1
-    stop: tuple[str, ...] = ()
 
     def __init__(self, config: CountdownConfig) -> None:
         self.config = config
@@ -259,9 +257,6 @@ class Countdown:
         self._held_out = frozenset(drawn[: config.test_size])
         self.test = [self._prompt(i, puzzle) for i, puzzle in enumerate(drawn[: config.test_size])]
         self.train = [self._prompt(i, puzzle) for i, puzzle in enumerate(drawn[config.test_size :])]
-
-    def make_env(self, prompt: Prompt) -> Env | None:
-        return None
 
     def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
         """Return the way to the target, ignoring blanks and the order of summands and factors."""

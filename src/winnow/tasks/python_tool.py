@@ -61,7 +61,7 @@ class PythonToolConfig(DatasetConfig):
         return SandboxOptions(self.timeout_s, self.memory_mb, slots=self.slots, python=self.python, unsafe=self.unsafe)
 
     def build(self) -> PythonTool:  # type: ignore[override]
-        return PythonTool(self.rows_alone(), self)
+        return PythonTool(super().build(), self)
 
 
 class PythonTool:
@@ -113,13 +113,12 @@ class PythonToolEnv:
             self._running.cancel()
 
     def _result(self, code: str, outcome: Outcome) -> StepResult:
-        info = {"exit_code": outcome.exit_code, "timed_out": outcome.timed_out, "truncated": outcome.truncated}
-        return StepResult(self._shown(outcome), info=info, action=code)
+        return StepResult(self._shown(outcome), action=code)
 
     def _shown(self, outcome: Outcome) -> str:
         text = outcome.stdout
-        if outcome.stderr.strip():
-            text += outcome.stderr if outcome.exit_code else ""
+        if outcome.exit_code and outcome.stderr.strip():
+            text += outcome.stderr
         if outcome.timed_out:
             text += "\n(stopped: it took too long)"
         if outcome.truncated:

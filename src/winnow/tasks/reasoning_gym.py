@@ -22,7 +22,7 @@ from ..base.dotted import nearest
 from ..base.install import install
 from ..base.options import CHECKED
 from ..base.state import Probability
-from ..env.base import Env, RewardFn
+from ..env.base import OneTurn, RewardFn
 from ..env.rewards.pooled import PooledReward, Row
 from ..env.workers.file_cache import making
 from ..env.workers.worker import WorkerPool
@@ -67,12 +67,10 @@ class ReasoningGymConfig:
         return ReasoningGym(self)
 
 
-class ReasoningGym:
+class ReasoningGym(OneTurn):
     """Task of reasoning-gym. Raises ValueError if the package is missing, or does not know the task or its options."""
 
     name = "reasoning_gym"
-    max_turns = 1
-    stop: tuple[str, ...] = ()
 
     def __init__(self, config: ReasoningGymConfig) -> None:
         self.config = config
@@ -80,9 +78,6 @@ class ReasoningGym:
         with making("reasoning_gym", 1, GENERATE_TIMEOUT_S) as pool:
             self.test = self._draw(pool, "test", config.test_size, ())
             self.train = self._draw(pool, "train", config.train_size, {p.columns["question"] for p in self.test})
-
-    def make_env(self, prompt: Prompt) -> Env | None:
-        return None
 
     def answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None]:
         """Return answers word for word: the verifiers compare with the reference answer alone."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
@@ -81,12 +80,10 @@ class _Pending:
     futures: list[Future[Any]]
     """One for each rollout, or a single one for all."""
     logs: RewardLogs
-    each: bool = False
-    """Whether every rollout has a future."""
 
     def outcomes(self, n: int) -> list[Outcome]:
         """Return an outcome for each of n rollouts. Takes over a worker's logs."""
-        if self.each:
+        if self.function.arguments is not None:
             return [read_score(_result(f)) for f in self.futures]
         result = _result(self.futures[0])
         if self.function.target is None or isinstance(result, Exception):
@@ -141,9 +138,6 @@ class Rewarder:
         self._calls = Deadlines(timeout_s)
         self._work: list[_Work] = []
         self._metrics: list[tuple[str, float]] = []
-        self._signals: set[str] = set()
-        """Names of functions that have set a signal handler in their thread."""
-        self._warned: set[str] = set()
         try:
             functions = [self._function(spec, w) for spec, w in zip(specs, weights, strict=True)]
         except BaseException:
@@ -180,16 +174,6 @@ class Rewarder:
             if function.model is not None and conversational:
                 function.model.require_chat_template()
 
-    def score(self, groups: Sequence[Group]) -> None:
-        """Score groups and wait for all of them. Raises RuntimeError while groups given to `start` are being scored."""
-        if self._work:
-            raise RuntimeError("score: other groups are being scored; collect them with done() first")
-        waiting = {id(group) for group in groups}
-        for group in groups:
-            self.start(group)
-        while waiting:
-            waiting -= {id(group) for group in self.done(wait=True)}
-
     def start(self, group: Group, environments: Sequence[Any] | None = None) -> None:
         """Start scoring the rollouts without fate or reward. Raises ValueError if the group is being scored."""
         if any(work.group is group for work in self._work):
@@ -213,16 +197,10 @@ class Rewarder:
                 break
             owed = [future for work in self._work for future in work.unfinished()]
             wait_for(owed, return_when=FIRST_COMPLETED)
-        self._warn_of_signals()
         self._work = [work for work in self._work if work not in finished]
         for work in finished:
             self._settle(work)
         return [work.group for work in finished]
-
-    def _warn_of_signals(self) -> None:
-        for name in self._signals - self._warned:
-            self._warned.add(name)
-            warnings.warn(f"reward {name}: {NO_SIGNALS}", stacklevel=3)
 
     def pop_metrics(self) -> dict[str, float]:
         """Return means of the values logged with `log_metric` since the last call."""
@@ -279,7 +257,7 @@ class Rewarder:
 
     def _begin(self, function: _Function, arguments: dict[str, Any]) -> _Pending:
         n = len(arguments["completions"])
-        pending = _Pending(function, [], RewardLogs(n), each=function.arguments is not None)
+        pending = _Pending(function, [], RewardLogs(n))
         columns = {name: value for name, value in arguments.items() if name not in STANDARD}
         try:
             check_columns(function.name, function.parameters, columns)
@@ -291,7 +269,7 @@ class Rewarder:
         except Exception as error:
             failed: Future[Any] = Future()
             failed.set_exception(error)
-            pending.futures = [failed] * (n if pending.each else 1)
+            pending.futures = [failed] * n
         return pending
 
     def _call_one(self, function: _Function, arguments: dict[str, Any]) -> Future[Any]:
@@ -316,10 +294,10 @@ class Rewarder:
 
     def _in_process(self, function: _Function, arguments: dict[str, Any]) -> Future[Any]:
         assert function.call is not None
-        bound, notice = partial(function.call, **arguments), partial(self._signals.add, function.name)
+        bound, name = partial(function.call, **arguments), f"reward {function.name}"
         if _is_async(bound):
-            return self._calls.submit_async(partial(awaited_noticing, bound, notice))
-        return self._calls.submit(partial(called_noticing, bound, notice))
+            return self._calls.submit_async(partial(awaited_noticing, bound, name, NO_SIGNALS))
+        return self._calls.submit(partial(called_noticing, bound, name, NO_SIGNALS))
 
     def _settle(self, work: _Work) -> None:
         by_rollout: list[list[Outcome]] = [[] for _ in work.rollouts]
@@ -334,17 +312,17 @@ class Rewarder:
         for rollout, row in zip(work.rollouts, by_rollout, strict=True):
             self._write(rollout, row)
 
-    def _said(self, function: _Function, error: Exception) -> str:
+    def _said(self, error: Exception) -> str:
         if isinstance(error, WorkerError):
             return self._workers.with_hidden(error.detail)
-        return describe_error(error) + (f"; {NO_SIGNALS}" if function.name in self._signals else "")
+        return "; ".join([describe_error(error), *getattr(error, "__notes__", ())])
 
     def _write(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
         """Write the reward, or fate and reason, of one rollout."""
         judged = list(zip(self._functions, outcomes, strict=True))
         rollout.rewards = {f.name: None if isinstance(o, Exception) else o for f, o in judged}
         values = [f.weight * o for f, o in judged if isinstance(o, float)]
-        cause = next((f"reward {f.name}: {self._said(f, o)}" for f, o in judged if isinstance(o, Exception)), "")
+        cause = next((f"reward {f.name}: {self._said(o)}" for f, o in judged if isinstance(o, Exception)), "")
         if not cause and not values:
             cause = "no reward function applied"
         if not cause and not abs(sum(values)) <= MAX_REWARD:
@@ -390,6 +368,4 @@ def _unique_names(functions: list[_Function]) -> list[_Function]:
 
 def _result(future: Future[Any]) -> Any:
     error = future.exception()
-    if error is None:
-        return future.result()
-    return error if isinstance(error, Exception) else RuntimeError(describe_error(error))
+    return future.result() if error is None else error

@@ -23,13 +23,6 @@ GRACE_S = 1.0
 POLL_S = 0.05
 
 
-class NotCalledError(TimeoutError):
-    """Too many earlier calls hang."""
-
-    def __init__(self) -> None:
-        super().__init__(f"not called: {MAX_ABANDONED} earlier calls never returned")
-
-
 class Owed:
     """A pending result. Only the first outcome counts: the waiting side may have given up or timed out."""
 
@@ -142,7 +135,7 @@ class Deadlines:
         if self._closed:
             call.fail(RuntimeError("not called: its caller was closed"))
         elif hanging >= MAX_ABANDONED:
-            call.fail(NotCalledError())
+            call.fail(TimeoutError(f"not called: {MAX_ABANDONED} earlier calls never returned"))
         else:
             self._owed.append(call)
             if not self._watching:
@@ -218,17 +211,11 @@ class _Lane:
 
 
 async def _run(call: _Call, timeout_s: float) -> None:
+    """Settle a call. All errors end here: SystemExit or KeyboardInterrupt would end the event loop and later calls."""
     try:
-        call.succeed(await asyncio.wait_for(_contained(call.function), timeout_s))
+        async with asyncio.timeout(timeout_s):
+            call.succeed(await call.function())
     except TimeoutError as error:
         call.fail(TimeoutError(str(error) or f"took over {timeout_s:g} s"))
     except BaseException as error:
         call.fail(error)
-
-
-async def _contained(function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Return `await function()`. SystemExit or KeyboardInterrupt would end the event loop and all later calls."""
-    try:
-        return await function()
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"raised {type(error).__name__}: {error}").with_traceback(error.__traceback__) from None

@@ -9,7 +9,7 @@ import os
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,10 +106,11 @@ def awaited(value: Any) -> Any:
         return value
     if not hasattr(_thread, "loop"):
         _thread.loop = asyncio.new_event_loop()
-    return _thread.loop.run_until_complete(_wait(value))
+    return _thread.loop.run_until_complete(resolved(value))
 
 
-async def _wait(value: Any) -> Any:
+async def resolved(value: Awaitable[Any]) -> Any:
+    """Return what an awaitable gives, as a coroutine."""
     return await value
 
 

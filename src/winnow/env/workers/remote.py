@@ -27,14 +27,13 @@ class EnvLostError(RuntimeError):
 class EnvPool:
     """`size` processes, started on first use and restarted after a crash. Thread-safe.
 
-    `timeout_s` bounds one reset or step, `memory_mb` a process's data segment (Linux). A reset includes the import of
-    the environment's factory.
+    `timeout_s` bounds one reset or step; a reset includes the import of the environment's factory.
     """
 
-    def __init__(self, size: int = 2, timeout_s: float = 60.0, *, memory_mb: int = 4_096) -> None:
+    def __init__(self, size: int = 2, timeout_s: float = 60.0) -> None:
         if size < 1:
             raise ValueError(f"EnvPool: size must be at least 1, not {size}")
-        self._homes = [_Home(WorkerPool(1, timeout_s, memory_mb=memory_mb)) for _ in range(size)]
+        self._homes = [_Home(WorkerPool(1, timeout_s)) for _ in range(size)]
         self._serial = itertools.count()
 
     def make(self, target: str, kwargs: Mapping[str, Any]) -> RemoteEnv:

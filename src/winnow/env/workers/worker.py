@@ -103,10 +103,7 @@ class WorkerPool:
             self._closed = True
         for worker in self._workers:
             worker.kill()
-        with contextlib.suppress(queue.Empty):
-            while (job := self._jobs.get_nowait()) is not None:
-                job.fail(WorkerError("died", "the worker pool was closed"))
-        for _ in self._threads:
+        for _ in self._threads:  # they fail what is queued before
             self._jobs.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
 from typing import Any
 
+from ...env.base import StepResult
 from ...env.prompting import NextMessages
 from ...env.tools import Parser
-from ...env.workers.calls import Owed
+from ...env.workers.calls import Deadlines, Owed
+from ...env.workers.functions import describe_error, function_name, resolved
 from ...types import Message
+from .endpoint import Answer, Endpoint, OverError
 from .messages import added_to, answer_of
-
-
-class OverError(RuntimeError):
-    """The rollout has ended; further requests get no answer."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +29,6 @@ class Returned:
     """The agent has returned."""
 
     value: Any
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The policy's answer."""
-
-    message: Message
-    cut: bool
-    """Whether it was cut off at the most tokens of a turn."""
-    prompt_tokens: int = 0
-    tokens: int = 0
-    """Tokens of the answer."""
 
 
 @dataclass(eq=False)
@@ -53,47 +45,47 @@ class Request:
     def same_as(self, other: Request) -> bool:
         return (self.messages, self.tools, self.agent) == (other.messages, other.tools, other.agent)
 
-
-@dataclass
-class History:
-    """Messages of a segment: its last request, followed by the answer."""
-
-    messages: list[Message]
-    tools: tuple[Mapping[str, Any], ...]
-    agent: str
+    def continued_by(self, other: Request) -> tuple[Message, ...] | None:
+        """Return the messages that another request adds to this one and its answer; None if it does not continue it."""
+        if (self.tools, self.agent) != (other.tools, other.agent):
+            return None
+        return added_to([*self.messages, self.reply.future.result().message], other.messages)
 
 
-class Conversation:
-    """Thread-safe. The agent's side: `ask`, `returned`, `failed`; the rollout's: `next`, `answer`, `close`.
+class AgentEnv:
+    """Implements `OverlappingEnv`: the agent's requests are its observations, and its return ends the rollout.
 
-    Requests are answered one at a time. One that continues the messages of an earlier request adds to its history, else
-    it begins a new one: a segment of the rollout.
+    Thread-safe. Requests are answered one at a time. One that continues the messages of an earlier request adds to its
+    history, else it begins a new one: a segment of the rollout.
     """
 
-    def __init__(self, parse: Parser) -> None:
-        self._parse = parse
+    def __init__(self, agent: partial[Any], parse: Parser, endpoint: Endpoint, deadlines: Deadlines) -> None:
+        self._agent, self._label, self._parse = agent, f"agent {function_name(agent.func)}", parse
+        self._endpoint, self._deadlines = endpoint, deadlines
+        self._address = endpoint.open(self.ask)
         self._lock = threading.Lock()
         self._next = Owed()
+        """What the policy waits for: a request as an observation, or the agent's end."""
         self._waiting: deque[Request] = deque()
         self._with_policy: Request | None = None
-        """Request with the policy."""
         self._requests: list[Request] = []
         """Every request of the agent, answered or not."""
-        self._histories: list[History] = []
-        """By segment."""
-        self._end: Callable[[Owed], None] | None = None
-        """Settles what the policy waits for, once the agent has ended."""
+        self._segments: list[Request] = []
+        """The last request of each segment."""
+        self._ended = Owed()
+        """What the agent returned or raised."""
         self._turns = 0
-        self._over = ""
+        self._over = False
+
+    # ------------------------------------------------------------ the agent's side
 
     def ask(
         self,
         messages: list[Message],
         tools: tuple[Mapping[str, Any], ...],
-        with_stop: bool = False,
-        *,
-        agent: str = "",
-        retried: bool | None = None,
+        with_stop: bool,
+        agent: str,
+        retried: bool | None,
     ) -> Answer:
         """Wait for the policy's answer and return it.
 
@@ -104,7 +96,7 @@ class Conversation:
         request = Request(messages, tools, with_stop, agent)
         with self._lock:
             if self._over:
-                raise OverError(self._over)
+                raise OverError
             repeatable = self._requests if retried else [] if retried is False else self._requests[-1:]
             repeated = next((earlier for earlier in reversed(repeatable) if request.same_as(earlier)), None)
             if repeated is None:
@@ -116,69 +108,88 @@ class Conversation:
         answer: Answer = request.reply.future.result()
         return answer
 
+    def _run(self) -> None:
+        self._ended.settle(self._returned)
+        with self._lock:
+            self._pass_on()
+
+    def _returned(self) -> Returned:
+        try:
+            value = self._agent(base_url=self._address)
+            return Returned(asyncio.run(resolved(value)) if inspect.isawaitable(value) else value)
+        except BaseException as error:
+            raise RuntimeError(f"{self._label} raised {describe_error(error)}") from None
+
     def _pass_on(self) -> None:
         """Give the policy the agent's end or, if it has no request, the next one."""
-        if self._end is not None:
-            self._end(self._next)
+        if self._ended.future.done():
+            self._next.settle(self._ended.future.result)
         elif self._with_policy is None and self._waiting:
             self._with_policy = request = self._waiting.popleft()
             self._next.succeed(self._as_observation(request))
 
     def _as_observation(self, request: Request) -> NextMessages:
-        last = len(self._histories) - 1
-        for number in range(last, -1, -1):
-            history = self._histories[number]
-            if (history.tools, history.agent) != (request.tools, request.agent):
-                continue
-            if (added := added_to(history.messages, request.messages)) is not None:
-                continues = -1 if number == last else number
-                self._begin_or_go_on(request, continues)
-                return NextMessages(added, request.tools, continues, request.messages, request.agent)
-        self._begin_or_go_on(request, None)
-        return NextMessages(request.messages, request.tools, None, request.messages, request.agent)
-
-    def _begin_or_go_on(self, request: Request, continues: int | None) -> None:
         """Only the last segment grows; an earlier history goes on in a segment of its own, with the same tokens."""
-        if continues == -1:
-            self._histories.pop()
-        self._histories.append(History(list(request.messages), request.tools, request.agent))
+        added, continues = tuple(request.messages), None
+        for number, earlier in reversed(list(enumerate(self._segments))):
+            if (after := earlier.continued_by(request)) is not None:
+                added, continues = after, number
+                break
+        if continues is not None and continues == len(self._segments) - 1:
+            self._segments.pop()
+            continues = -1
+        self._segments.append(request)
+        return NextMessages(added, request.tools, continues, request.messages, request.agent)
 
-    def returned(self, value: Any) -> None:
-        with self._lock:
-            self._end = lambda owed: owed.succeed(Returned(value))
-            self._pass_on()
+    # ------------------------------------------------------------ the policy's side
 
-    def failed(self, error: BaseException) -> None:
-        with self._lock:
-            self._end = lambda owed: owed.fail(error)
-            self._pass_on()
+    def start_reset(self) -> Future[str | None]:
+        threading.Thread(target=self._run, name="winnow-agent", daemon=True).start()
+        return self._deadlines.submit_async(self._first)
 
-    async def next(self) -> NextMessages | Returned:
-        """Return the agent's next request: its messages after the last answer, or all of them. Raises the agent's
-        error."""
-        asked: NextMessages | Returned = await asyncio.wrap_future(self._next.future)
-        return asked
-
-    def answer(self, text: str, *, cut: bool = False) -> Message:
-        """Pass the policy's text to the agent, and return it as a message."""
+    def start_step(self, text: str) -> Future[StepResult]:
+        """Pass the policy's text to the agent."""
         with self._lock:
             request = self._with_policy
             assert request is not None
             message = answer_of(text, self._parse if request.tools else None, self._turns, request.with_stop)
             self._turns += 1
-            self._histories[-1].messages.append(message)
             self._next, self._with_policy = Owed(), None
-            prompt_tokens, tokens = getattr(text, "prompt_tokens", 0), getattr(text, "tokens", 0)
-            request.reply.succeed(Answer(message, cut, prompt_tokens, tokens))
+            request.reply.succeed(Answer(message, text))
             self._pass_on()
-        return message
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        action = json.dumps([[c["name"], c["arguments"]] for c in calls], sort_keys=True) if calls else None
+        return self._deadlines.submit_async(lambda: self._after(action, message if calls else None))
 
-    def close(self, why: str = "the rollout has ended") -> None:
-        """End the conversation; pending and later requests raise OverError."""
+    def close(self) -> None:
+        """End the rollout; pending and later requests raise OverError."""
+        self._endpoint.forget(self._address)
         with self._lock:
-            self._over = self._over or why
-            self._next.fail(OverError(self._over))
-            for request in (*self._waiting, self._with_policy):
-                if request is not None:
-                    request.reply.fail(OverError(self._over))
-            self._waiting.clear()
+            self._over = True
+            for owed in (self._next, *(request.reply for request in self._requests)):
+                owed.fail(OverError())
+
+    async def _asked(self) -> NextMessages | Returned:
+        """Return the agent's next request: its messages after the last answer, or all of them. Raises its error."""
+        asked: NextMessages | Returned = await asyncio.wrap_future(self._next.future)
+        return asked
+
+    async def _first(self) -> str | None:
+        asked = await self._asked()
+        if isinstance(asked, Returned):
+            raise RuntimeError(f"{self._label} ended without asking the policy anything")
+        return asked
+
+    async def _after(self, action: str | None, message: Message | None) -> StepResult:
+        asked = await self._asked()
+        if not isinstance(asked, Returned):
+            return StepResult(asked, action=action, message=message)
+        return StepResult(None, self._reward(asked.value), done=True, action=action, message=message)
+
+    def _reward(self, value: Any) -> float | dict[str, float] | None:
+        if isinstance(value, Mapping) and all(isinstance(v, Real) for v in value.values()):
+            return {str(agent): float(reward) for agent, reward in value.items()}
+        if not isinstance(value, Real | None):
+            kind = type(value).__name__
+            raise TypeError(f"{self._label} returned {kind}; it must be the reward, None, or a dict of agents' rewards")
+        return None if value is None else float(value)

@@ -11,12 +11,13 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from .conversation import Answer, Conversation, OverError
-from .messages import RequestError, messages_of, tools_of, wire
+from ...types import Message
+from .messages import messages_of, tools_of, wire
 
 MODEL = "policy"
 MAX_BODY_BYTES = 64 << 20
@@ -30,6 +31,34 @@ WITH_STOP = "include_stop_str_in_output"
 HEEDED = {"model", "messages", "tools", "stream", "stream_options", "n", WITH_STOP}
 
 
+class OverError(RuntimeError):
+    """The rollout has ended; further requests get no answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The policy's answer."""
+
+    message: Message
+    text: str
+    """A `ModelTurn`."""
+
+    @property
+    def reason(self) -> str:
+        if getattr(self.text, "stop_reason", None) == "length":
+            return "length"
+        return "tool_calls" if "tool_calls" in self.message else "stop"
+
+    @property
+    def usage(self) -> dict[str, int]:
+        asked, answered = getattr(self.text, "prompt_tokens", 0), getattr(self.text, "tokens", 0)
+        return {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
+
+
+Ask = Callable[..., Answer]
+"""Passes a request to the policy, see `AgentEnv.ask`."""
+
+
 class Endpoint(ThreadingHTTPServer):
     """Serves on a free port of 127.0.0.1 from its creation until `close`."""
 
@@ -39,21 +68,18 @@ class Endpoint(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Request)
-        self._open: dict[str, Conversation] = {}
+        self.asks: dict[str, Ask] = {}
         self._unheeded: set[str] = set()
         threading.Thread(target=self.serve_forever, name="winnow-endpoint", daemon=True).start()
 
-    def open(self, conversation: Conversation) -> str:
-        """Return the `base_url` of a conversation, valid until `forget`."""
+    def open(self, ask: Ask) -> str:
+        """Return a `base_url` for requests of one rollout, valid until `forget`."""
         secret = secrets.token_urlsafe(16)
-        self._open[secret] = conversation
+        self.asks[secret] = ask
         return f"http://127.0.0.1:{self.server_address[1]}/{secret}/v1"
 
     def forget(self, base_url: str) -> None:
-        self._open.pop(base_url.split("/")[-2], None)
-
-    def conversation(self, secret: str) -> Conversation | None:
-        return self._open.get(secret)
+        self.asks.pop(base_url.split("/")[-2], None)
 
     def unheeded(self, keys: set[str]) -> None:
         """Warn once about each setting without effect here."""
@@ -77,43 +103,46 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "winnow"}
-        found = self._conversation("/v1/models")
-        self._json(*((200, {"object": "list", "data": [model]}) if found else _error(404, "no such address")))
+        if self._ask("/v1/models") is None:
+            return self._refuse(404, "no such address")
+        self._json(200, {"object": "list", "data": [model]})
 
     def do_POST(self) -> None:
-        conversation = self._conversation("/v1/chat/completions")
-        if conversation is None:  # before reading a stranger's data
+        ask = self._ask("/v1/chat/completions")
+        if ask is None:  # before reading a stranger's data
             self.close_connection = True
-            return self._json(*_error(404, "no such address, or its rollout has ended; there is /v1/chat/completions"))
+            return self._refuse(404, "no such address, or its rollout has ended; there is /v1/chat/completions")
         size = self.headers.get("Content-Length", "")
         if not size.isdecimal() or len(size) > len(str(MAX_BODY_BYTES)) or int(size) > MAX_BODY_BYTES:
             self.close_connection = True
-            return self._json(*_error(413, f"Content-Length must be at most {MAX_BODY_BYTES}, not {size[:20]!r}"))
+            return self._refuse(413, f"Content-Length must be at most {MAX_BODY_BYTES}, not {size[:20]!r}")
         body = self.rfile.read(int(size))
         try:
             given = json.loads(body)
             if not isinstance(given, dict) or given.get("n") not in (None, 1):
-                raise RequestError("a request is an object, for one answer (n=1)")
+                raise ValueError("a request is an object, for one answer (n=1)")
             self.server.unheeded({key for key, value in given.items() if value is not None} - HEEDED)
-            messages = messages_of(given.get("messages"))
-            answer = conversation.ask(
-                messages,
+            answer = ask(
+                messages_of(given.get("messages")),
                 tools_of(given.get("tools")),
-                bool(given.get(WITH_STOP)),
+                with_stop=bool(given.get(WITH_STOP)),
                 agent=_agent(given.get("model")),
                 retried=_retried(self.headers.get("X-Stainless-Retry-Count")),
             )
-        except OverError as error:
-            return self._json(*_error(410, str(error)))
+        except OverError:
+            return self._refuse(410, "the rollout has ended")
         except (ValueError, RecursionError) as error:
-            return self._json(*_error(400, str(error)))
+            return self._refuse(400, str(error))
         if given.get("stream"):
             return self._events(_chunks(answer))
         self._json(200, _completion(answer))
 
-    def _conversation(self, route: str) -> Conversation | None:
+    def _ask(self, route: str) -> Ask | None:
         secret, slash, rest = self.path.partition("?")[0].lstrip("/").partition("/")
-        return self.server.conversation(secret) if slash + rest == route else None
+        return self.server.asks.get(secret) if slash + rest == route else None
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._json(status, {"error": {"message": message, "type": "invalid_request_error", "code": status}})
 
     def _json(self, status: int, value: Any) -> None:
         self._send(status, "application/json", json.dumps(value).encode())
@@ -134,10 +163,6 @@ class _Request(BaseHTTPRequestHandler):
         """Log nothing: the console is the user's."""
 
 
-def _error(status: int, message: str) -> tuple[int, dict[str, Any]]:
-    return status, {"error": {"message": message, "type": "invalid_request_error", "code": status}}
-
-
 def _envelope(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
     name = f"chatcmpl-{secrets.token_hex(8)}"
     return {
@@ -147,10 +172,6 @@ def _envelope(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
         "model": MODEL,
         "choices": [{"index": 0, **choice}],
     }
-
-
-def _reason(answer: Answer) -> str:
-    return "length" if answer.cut else "tool_calls" if "tool_calls" in answer.message else "stop"
 
 
 def _agent(model: Any) -> str:
@@ -163,14 +184,9 @@ def _retried(count: str | None) -> bool | None:
     return None if count is None else count != "0"
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    total = answer.prompt_tokens + answer.tokens
-    return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens, "total_tokens": total}
-
-
 def _completion(answer: Answer) -> dict[str, Any]:
-    completion = _envelope("chat.completion", {"message": wire(answer.message), "finish_reason": _reason(answer)})
-    return completion | {"usage": _usage(answer)}
+    completion = _envelope("chat.completion", {"message": wire(answer.message), "finish_reason": answer.reason})
+    return completion | {"usage": answer.usage}
 
 
 def _chunks(answer: Answer) -> Iterator[dict[str, Any]]:
@@ -178,5 +194,5 @@ def _chunks(answer: Answer) -> Iterator[dict[str, Any]]:
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
     yield _envelope("chat.completion.chunk", {"delta": delta, "finish_reason": None})
-    end = _envelope("chat.completion.chunk", {"delta": {}, "finish_reason": _reason(answer)})
-    yield end | {"usage": _usage(answer)}
+    end = _envelope("chat.completion.chunk", {"delta": {}, "finish_reason": answer.reason})
+    yield end | {"usage": answer.usage}

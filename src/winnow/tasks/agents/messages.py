@@ -11,21 +11,17 @@ from ...env.tools import Parser, message_of
 from ...types import Message
 
 
-class RequestError(ValueError):
-    """A request that cannot be a turn of this rollout; the message gives the reason."""
-
-
 def messages_of(given: Any) -> list[Message]:
-    """Return the `messages` of a request. Raises RequestError naming the first invalid or non-text one."""
+    """Return the `messages` of a request. Raises ValueError naming the first invalid or non-text one."""
     if not isinstance(given, list) or not given:
-        raise RequestError("messages: give a list of at least one message")
+        raise ValueError("messages: give a list of at least one message")
     messages: list[Message] = []
     names: dict[str, str] = {}
     for number, each in enumerate(given):
         try:
             message = _message(each, names)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise RequestError(f"messages[{number}]: {error}") from None
+            raise ValueError(f"messages[{number}]: {error}") from None
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if call.get("id")}
         messages.append(message)
     return messages
@@ -64,16 +60,16 @@ def _call(given: Any) -> dict[str, Any]:
 
 
 def tools_of(given: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return the `tools` of a request. Raises RequestError for anything but a function schema."""
+    """Return the `tools` of a request. Raises ValueError for anything but a function schema."""
     tools = given or []
     if not isinstance(tools, list) or not all(
         isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools
     ):
-        raise RequestError("tools: give a list of function schemas")
+        raise ValueError("tools: give a list of function schemas")
     return tuple(tools)
 
 
-def answer_of(text: str, parse: Parser | None, turn: int, with_stop: bool = False) -> Message:
+def answer_of(text: str, parse: Parser | None, turn: int, with_stop: bool) -> Message:
     """Return the policy's text as a message; `parse` finds tool calls, where the request offered tools.
 
     A stop string that ended the turn is left out, as in OpenAI's API, unless the request wants it.

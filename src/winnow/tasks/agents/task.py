@@ -17,26 +17,20 @@ Several agents in one rollout name themselves in `model`, e.g. `policy/proposer`
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import json
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any
 
 from ...base.files import digest
-from ...env.base import OverlappingEnv, RewardFn, StepResult, Task
+from ...env.base import OverlappingEnv, RewardFn, Task
 from ...env.dataset import DatasetConfig
 from ...env.tools import Parser, parse_tool_calls
 from ...env.workers.calls import Deadlines
-from ...env.workers.functions import describe_error, function_name, load_function, parameters_of
-from ...types import Message, Prompt
-from .conversation import Conversation, Returned
+from ...env.workers.functions import function_name, load_function, parameters_of
+from ...types import Prompt
+from .conversation import AgentEnv
 from .endpoint import MODEL, Endpoint
 
 Agent = Callable[..., Any]
@@ -63,7 +57,7 @@ class AgentConfig(DatasetConfig):
 
     def build(self) -> AgentTask:  # type: ignore[override]
         return with_agent(
-            self.rows_alone(),  # type: ignore[arg-type]
+            super().build(),  # type: ignore[arg-type]
             load_function(self.agent),
             max_turns=self.max_turns,
             max_turn_length=self.max_turn_length,
@@ -71,16 +65,8 @@ class AgentConfig(DatasetConfig):
         )
 
 
-def with_agent(
-    task: Task,
-    agent: Agent,
-    *,
-    parse: Parser = parse_tool_calls,
-    max_turns: int = 16,
-    max_turn_length: int | None = None,
-    timeout_s: float = 300.0,
-) -> AgentTask:
-    """Return the task with an agent that may ask the policy repeatedly.
+class AgentTask:
+    """A task of one turn with an agent that may ask the policy repeatedly.
 
     `agent` is a function, plain or async, of any of: `base_url`, `api_key` and `model` for its client, `prompt`, and
     the columns of the row. It returns the reward, a dict of rewards by agent, or None to leave it to reward
@@ -90,111 +76,47 @@ def with_agent(
     rollout's. `timeout_s` bounds the agent between two requests; it cannot be killed, but its later requests get no
     answer. Raises ValueError when the task has its own turns, or the agent names an unknown argument.
     """
-    if task.max_turns != 1:
-        raise ValueError(f"with_agent: task {task.name} has an environment of its own; give a task of one turn")
-    if max_turns < 1:
-        raise ValueError(f"with_agent: max_turns must be at least 1, not {max_turns}")
-    wanted = parameters_of(agent)
-    some = next(iter(task.train), None)
-    known = {*GIVEN, *(some.columns if some is not None else wanted)}
-    if missing := [name for name, required in wanted.items() if required and name not in known]:
-        raise ValueError(
-            f"agent {function_name(agent)}: it wants {', '.join(missing)}, but there is only {', '.join(sorted(known))}"
-        )
-    return AgentTask(task, agent, parse, max_turns, max_turn_length, Deadlines(timeout_s))
-
-
-class AgentTask:
-    """A task of one turn under an agent; made by `with_agent`."""
 
     def __init__(
         self,
         task: Task,
         agent: Agent,
-        parse: Parser,
-        max_turns: int,
-        max_turn_length: int | None,
-        deadlines: Deadlines,
+        *,
+        parse: Parser = parse_tool_calls,
+        max_turns: int = 16,
+        max_turn_length: int | None = None,
+        timeout_s: float = 300.0,
     ) -> None:
+        if task.max_turns != 1:
+            raise ValueError(f"with_agent: task {task.name} has an environment of its own; give a task of one turn")
+        if max_turns < 1:
+            raise ValueError(f"with_agent: max_turns must be at least 1, not {max_turns}")
+        self._wanted = parameters_of(agent)
+        some = next(iter(task.train), None)
+        known = {*GIVEN, *(some.columns if some is not None else self._wanted)}
+        if missing := [name for name, required in self._wanted.items() if required and name not in known]:
+            wants, has = ", ".join(missing), ", ".join(sorted(known))
+            raise ValueError(f"agent {function_name(agent)}: it wants {wants}, but there is only {has}")
         self.name, self.stop = task.name, task.stop
         self.train, self.test = task.train, task.test
         self.reward_funcs: Sequence[RewardFn] = task.reward_funcs
         self.max_turns, self.max_turn_length = max_turns, max_turn_length
-        self._task, self._agent, self._parse, self._deadlines = task, agent, parse, deadlines
-        self._wanted = parameters_of(agent)
+        self._task, self._agent, self._parse, self._deadlines = task, agent, parse, Deadlines(timeout_s)
         self._endpoint: Endpoint | None = None
 
     def make_env(self, prompt: Prompt) -> OverlappingEnv:
         if self._endpoint is None:
             self._endpoint = Endpoint()
             weakref.finalize(self, self._endpoint.close)
-        conversation = Conversation(self._parse)
         asked: Any = [dict(m) for m in prompt.messages] if prompt.messages is not None else prompt.text
         values = {"prompt": asked, **prompt.columns, "api_key": "unused", "model": MODEL}
-        values["base_url"] = address = self._endpoint.open(conversation)
         if "**" not in self._wanted:
             values = {name: value for name, value in values.items() if name in self._wanted}
-        forget = partial(self._endpoint.forget, address)
-        return AgentEnv(partial(self._agent, **values), conversation, forget, self._deadlines)
+        return AgentEnv(partial(self._agent, **values), self._parse, self._endpoint, self._deadlines)
 
     def fingerprint(self) -> str:
         own = [function_name(self._agent), self.max_turns, self.max_turn_length]
         return digest([self._task.fingerprint(), *own])
 
 
-class AgentEnv:
-    """Implements `OverlappingEnv`: the agent's requests are its observations, and its return ends the rollout."""
-
-    def __init__(
-        self, agent: partial[Any], conversation: Conversation, forget: Callable[[], None], deadlines: Deadlines
-    ) -> None:
-        self._agent, self._label = agent, f"agent {function_name(agent.func)}"
-        self._conversation, self._forget, self._deadlines = conversation, forget, deadlines
-
-    def start_reset(self) -> Future[str | None]:
-        threading.Thread(target=self._run, name="winnow-agent", daemon=True).start()
-        return self._deadlines.submit_async(self._first)
-
-    def start_step(self, text: str) -> Future[StepResult]:
-        said = self._conversation.answer(text, cut=getattr(text, "stop_reason", None) == "length")
-        calls = [call["function"] for call in said.get("tool_calls", ())]
-        action = json.dumps([[c["name"], c["arguments"]] for c in calls], sort_keys=True) if calls else None
-        return self._deadlines.submit_async(lambda: self._after(action, said if calls else None))
-
-    def close(self) -> None:
-        self._forget()
-        self._conversation.close()
-
-    def _run(self) -> None:
-        try:
-            value = self._agent()
-            if inspect.isawaitable(value):
-                value = asyncio.run(_wait(value))
-        except BaseException as error:
-            self._conversation.failed(RuntimeError(f"{self._label} raised {describe_error(error)}"))
-        else:
-            self._conversation.returned(value)
-
-    async def _first(self) -> str | None:
-        asked = await self._conversation.next()
-        if isinstance(asked, Returned):
-            raise RuntimeError(f"{self._label} ended without asking the policy anything")
-        return asked
-
-    async def _after(self, action: str | None, message: Message | None) -> StepResult:
-        asked = await self._conversation.next()
-        if not isinstance(asked, Returned):
-            return StepResult(asked, action=action, message=message)
-        return StepResult(None, self._reward(asked.value), done=True, action=action, message=message)
-
-    def _reward(self, value: Any) -> float | dict[str, float] | None:
-        if isinstance(value, Mapping) and all(isinstance(v, Real) for v in value.values()):
-            return {str(agent): float(reward) for agent, reward in value.items()}
-        if not isinstance(value, Real | None):
-            kind = type(value).__name__
-            raise TypeError(f"{self._label} returned {kind}; it must be the reward, None, or a dict of agents' rewards")
-        return None if value is None else float(value)
-
-
-async def _wait(value: Any) -> Any:
-    return await value
+with_agent = AgentTask

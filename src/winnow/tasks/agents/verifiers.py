@@ -7,14 +7,13 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...base.files import digest
 from ...base.install import install
-from ...env.base import RewardFn, Task
-from ...env.tools import parse_tool_calls
-from ...env.workers.calls import Deadlines
+from ...env.base import OneTurn, RewardFn, Task
 from ...types import Message, Prompt
 from .task import AgentTask
 
@@ -68,7 +67,11 @@ class VerifiersConfig:
             return episodes.run(tasks[key], base_url, model)
 
         return AgentTask(
-            rows, episode, parse_tool_calls, self.max_turns, self.max_turn_length, Deadlines(self.timeout_s)
+            rows,
+            episode,
+            max_turns=self.max_turns,
+            max_turn_length=self.max_turn_length,
+            timeout_s=self.timeout_s,
         )
 
 
@@ -82,11 +85,10 @@ def prompt_of(key: str, data: Any) -> Prompt:
     return Prompt(data.id or data.name or key[:16], 0, messages=tuple(messages), columns={"key": key})
 
 
-class Tasks:
+class Tasks(OneTurn):
     """The tasks as rows, split into training and held-out ones."""
 
-    name, max_turns = "verifiers", 1
-    stop: tuple[str, ...] = ()
+    name = "verifiers"
     reward_funcs: Sequence[RewardFn] = ()
 
     def __init__(self, config: VerifiersConfig, prompts: Sequence[Prompt]) -> None:
@@ -97,24 +99,18 @@ class Tasks:
             raise ValueError(f"verifiers: test_size {config.test_size} leaves none of {len(keys)} tasks to train on")
         chosen = set(sorted(keys, key=lambda key: hashlib.sha256(f"{config.seed} {key}".encode()).digest())[:held])
         names = [p.id for p in prompts]
-        named = [p if names.count(p.id) == 1 else _named(p, k[:16]) for p, k in zip(prompts, keys, strict=True)]
-        self.train: Sequence[Prompt] = _numbered([p for p in named if p.columns["key"] not in chosen])
-        self.test: Sequence[Prompt] = _numbered([p for p in named if p.columns["key"] in chosen])
-
-    def make_env(self, prompt: Prompt) -> None:
-        return None
+        train: list[Prompt] = []
+        test: list[Prompt] = []
+        for prompt, key in zip(prompts, keys, strict=True):
+            part = test if key in chosen else train
+            name = prompt.id if names.count(prompt.id) == 1 else key[:16]
+            part.append(replace(prompt, id=name, ordinal=len(part)))
+        self.train: Sequence[Prompt] = train
+        self.test: Sequence[Prompt] = test
 
     def fingerprint(self) -> str:
         rows = [[p.columns["key"] for p in part] for part in (self.train, self.test)]
         return digest([self.config.config, rows])
-
-
-def _named(prompt: Prompt, name: str) -> Prompt:
-    return Prompt(name, prompt.ordinal, messages=prompt.messages, columns=prompt.columns)
-
-
-def _numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
-    return [Prompt(p.id, i, messages=p.messages, columns=p.columns) for i, p in enumerate(prompts)]
 
 
 class Episodes:
@@ -143,31 +139,21 @@ class Episodes:
             if self._loop is None:
                 loop, stop = asyncio.new_event_loop(), asyncio.Event()
                 threading.Thread(target=loop.run_forever, name="winnow-verifiers", daemon=True).start()
-                ready = asyncio.run_coroutine_threadsafe(_serve(self._env, stop), loop)
+                ready: Future[None] = Future()
+                self._serving = asyncio.run_coroutine_threadsafe(_serve(self._env, ready, stop), loop)
                 ready.result()
                 self._loop = loop
                 weakref.finalize(self, loop.call_soon_threadsafe, stop.set)
             return self._loop
 
 
-_serving: set[asyncio.Task[None]] = set()
-
-
-async def _serve(env: Any, stop: asyncio.Event) -> None:
-    """Return once all servers are up; the task that started them stops them when `stop` is set."""
-    up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def hold() -> None:
-        try:
-            async with env.serving():
-                up.set_result(None)
-                await stop.wait()
-        except BaseException as error:
-            if up.done():
-                raise
-            up.set_exception(error)
-
-    task = asyncio.create_task(hold())
-    _serving.add(task)
-    task.add_done_callback(_serving.discard)
-    await up
+async def _serve(env: Any, ready: Future[None], stop: asyncio.Event) -> None:
+    """Run all servers until `stop` is set; settle `ready` once they are up."""
+    try:
+        async with env.serving():
+            ready.set_result(None)
+            await stop.wait()
+    except BaseException as error:
+        if ready.done():
+            raise
+        ready.set_exception(error)

@@ -5,7 +5,7 @@ $WINNOW_CACHE/<kind of game>/walks/<card and how it is walked>.json; each kind k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -56,18 +56,26 @@ def kept_values(
     intact: Callable[[Any], bool] = lambda value: value is not None,
 ) -> list[Any]:
     """Return each file's content; a `function` of `winnow.tasks.games` writes missing and damaged ones as `asked`."""
-    missing = []
+    calls = []
     for arguments, file in zip(asked, files, strict=True):
         if not intact(loaded(file)):
-            missing.append({**arguments, "target": str(file)})
-    call_all(pool, function, missing)
+            calls.append(pool.call(f"winnow.tasks.games.{function}", {**arguments, "target": str(file)}))
+    for call in calls:
+        call.result()
     return [load_json(file) for file in files]
 
 
-def call_all(pool: WorkerPool, function: str, asked: Iterable[Mapping[str, Any]]) -> None:
-    calls = [pool.call(f"winnow.tasks.games.{function}", arguments) for arguments in asked]
-    for call in calls:
-        call.result()
+def cards_of(
+    pool: WorkerPool,
+    function: str,
+    asked: Sequence[Mapping[str, Any]],
+    files: Sequence[Path],
+    intact: Callable[[Any], bool],
+) -> list[Card]:
+    """Return cards as `kept_values` does, equal ones once, without those of draws that gave no game."""
+    values = kept_values(pool, function, asked, files, intact)
+    cards = [card | {"file": str(file)} for card, file in zip(values, files, strict=True)]
+    return list({card["id"]: card for card in cards if card["id"] is not None}.values())
 
 
 def walks_of(config: GameOptions, format: int, cards: Sequence[str]) -> list[list[list[str]]]:

@@ -22,16 +22,15 @@ ELSEWHERE = frozenset({"games", "data", "workers", "timeout_s", "demo_noise", "d
 class GameTask(ABC):
     """A task from the cards of its games (`library`); `known` are the words that style `words` can show, None: all.
 
-    A kind of game defines the content of a prompt (`_columns`, `_opening`, `_rules`).
+    A kind of game defines the content of a prompt (`_shown`).
     """
 
-    name: str
     stop: tuple[str, ...] = ()
     format: int
     """Version of stored files."""
 
     def __init__(self, config: GameOptions, train: Sequence[Card], test: Sequence[Card]) -> None:
-        self.config = config
+        self.config, self.name = config, config.name
         self.max_turns, self.max_turn_length = config.max_turns, config.max_turn_length
         self.reward_funcs: list[RewardFn] = []
         self.known: Collection[str] | None = None
@@ -44,16 +43,8 @@ class GameTask(ABC):
         self.train = [self._prompt(i, card) for i, card in enumerate(train)]
 
     @abstractmethod
-    def _columns(self, card: Card) -> dict[str, Any]:
-        """Return columns of a game's prompt, apart from its id."""
-
-    @abstractmethod
-    def _opening(self, card: Card) -> str:
-        """Return the first observation and the goal."""
-
-    @abstractmethod
-    def _rules(self, card: Card) -> str:
-        """Return the system prompt of style `react`."""
+    def _shown(self, card: Card) -> tuple[str, str, dict[str, Any]]:
+        """Return the system prompt of style `react`, the first observation with the goal, and columns of the prompt."""
 
     def make_env(self, prompt: Prompt) -> OverlappingEnv:
         kwargs = {"card": self._files[prompt.id], **self.env_options}
@@ -82,9 +73,9 @@ class GameTask(ABC):
         return sorted(self._words)
 
     def _prompt(self, ordinal: int, card: Card) -> Prompt:
-        columns = {"game": card["id"], **self._columns(card)}
-        opening = self._opening(card)
+        rules, opening, own = self._shown(card)
+        columns = {"game": card["id"], **own}
         if self.config.style == "words":
             return Prompt(card["id"], ordinal, text=worded(opening).strip(), columns=columns)
-        messages = ({"role": "system", "content": self._rules(card)}, {"role": "user", "content": opening})
+        messages = ({"role": "system", "content": rules}, {"role": "user", "content": opening})
         return Prompt(card["id"], ordinal, messages=messages, columns=columns)

@@ -56,9 +56,6 @@ class _Room:
     inside: dict[str, str] = field(default_factory=dict)
     """Object -> receptacle."""
 
-    def receptacles(self, kind: str) -> list[str]:
-        return [r for r in self.places if self.kinds[r] == kind]
-
 
 def game_of(
     task_type: TaskType, seed: str, plans: Sequence[int], receptacles: int, objects: int
@@ -96,7 +93,8 @@ def card_id(card: Mapping[str, Any]) -> str:
 def _empty_room(task_type: TaskType, plan: int, size: int, rng: random.Random) -> _Room | None:
     """Add receptacles: the one needed by the task, and others, at most three of one kind."""
     holds = alfworld("gen.constants").VAL_RECEPTACLE_OBJECTS
-    found = [key for key in _layout(plan) if _kind(key) in holds and holds[_kind(key)]]
+    layout = _layout(plan, "openable")
+    found = [key for key in layout if _kind(key) in holds and holds[_kind(key)]]
     rng.shuffle(found)
     needed = TREATED_IN[task_type][0] if task_type in TREATED_IN else None
     chosen = [key for key in found if _kind(key) == needed][:1]
@@ -109,7 +107,7 @@ def _empty_room(task_type: TaskType, plan: int, size: int, rng: random.Random) -
         return None
     room = _Room(plan)
     for key in sorted(chosen):
-        room.places[_mangled(key)] = "loc_bar_" + "_bar_".join(_mangled(str(v)) for v in _layout(plan)[key])
+        room.places[_mangled(key)] = "loc_bar_" + "_bar_".join(_mangled(str(v)) for v in layout[key])
         room.kinds[_mangled(key)] = _kind(key)
     return room
 
@@ -118,7 +116,7 @@ def _furnish(room: _Room, task_type: TaskType, count: int, rng: random.Random) -
     """Put objects into a room; return the goal's object and receptacle (or lamp) kinds, or None without a goal."""
     constants = alfworld("gen.constants")
     holds, acts = constants.VAL_RECEPTACLE_OBJECTS, constants.VAL_ACTION_OBJECTS
-    present = set(_objects(room.plan)) - set(constants.RECEPTACLES) - {"FloorLamp", LAMP}
+    present = set(_layout(room.plan, "objects")) - set(constants.RECEPTACLES) - {"FloorLamp", LAMP}
     kinds = sorted(set(room.kinds.values()))
     usable = sorted(o for o in present if any(o in holds[r] for r in kinds))
     needed, treatable = TREATED_IN.get(task_type, (None, None))
@@ -222,19 +220,10 @@ def _mangled(key: str) -> str:
 
 
 @cache
-def _layout(plan: int) -> dict[str, list[float]]:
-    layout: dict[str, list[float]] = json.loads(_shipped(f"FloorPlan{plan}-openable.json"))
-    return layout
-
-
-@cache
-def _objects(plan: int) -> list[str]:
-    objects: list[str] = json.loads(_shipped(f"FloorPlan{plan}-objects.json"))
-    return objects
-
-
-def _shipped(name: str) -> str:
-    return (importlib.resources.files(alfworld("gen")) / "layouts" / name).read_text(encoding="utf-8")
+def _layout(plan: int, part: str) -> Any:
+    """Return a part of a floor plan: `openable`, its receptacles and their places, or `objects`, their names."""
+    file = importlib.resources.files(alfworld("gen")) / "layouts" / f"FloorPlan{plan}-{part}.json"
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 @cache

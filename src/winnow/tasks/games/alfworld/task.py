@@ -20,7 +20,7 @@ from ....base.files import sha256
 from ....base.options import CHECKED
 from ....env.workers.file_cache import kept, load_json, making
 from ....env.workers.worker import WorkerPool
-from ..library import MAKE_TIMEOUT_S, Card, GameOptions, different, kept_values
+from ..library import MAKE_TIMEOUT_S, Card, GameOptions, cards_of, different
 from ..react import system_prompt
 from ..task import GameTask
 from .rooms import TASK_TYPES, TaskType, card_id
@@ -94,22 +94,17 @@ class AlfworldConfig(GameOptions):
 class Alfworld(GameTask):
     """Task of ALFWorld games. Raises ValueError for too few games, or a file that is not one."""
 
-    name = "alfworld"
     format = FORMAT
 
     def __init__(self, config: AlfworldConfig) -> None:
         super().__init__(config, *games_of(config))
 
-    def _columns(self, card: Card) -> dict[str, Any]:
-        return {"task_type": card["task_type"]}
-
-    def _opening(self, card: Card) -> str:
+    def _shown(self, card: Card) -> tuple[str, str, dict[str, Any]]:
+        rules = system_prompt(ROLE, *_commands(card["templates"]))
+        opening = f"{card['look']}\nYour task is to: {card['goal']}"
         if self.config.style == "words":
-            return f"{card['goal']} {card['look'].replace(_SIGHT, '')}"
-        return f"{card['look']}\nYour task is to: {card['goal']}"
-
-    def _rules(self, card: Card) -> str:
-        return system_prompt(ROLE, *_commands(card["templates"]))
+            opening = f"{card['goal']} {card['look'].replace(_SIGHT, '')}"
+        return rules, opening, {"task_type": card["task_type"]}
 
 
 def _commands(templates: dict[str, list[str]]) -> tuple[list[str], list[tuple[str, str, str]]]:
@@ -140,7 +135,8 @@ def _made(
 
     def make(batch: list[tuple[TaskType, str]]) -> list[Card]:
         asked = [{"part": part, "task_type": kind, "seed": seed, "size": size} for kind, seed in batch]
-        return _cards(pool, "generate", asked, [kept("alfworld", "cards", [FORMAT, given]) for given in asked])
+        files = [kept("alfworld", "cards", [FORMAT, given]) for given in asked]
+        return cards_of(pool, "alfworld.games:generate", asked, files, _intact)
 
     return different(config, part, wanted, drawn, make, _told, shown, "raise receptacles or objects")
 
@@ -172,7 +168,7 @@ def _read(pool: WorkerPool, config: AlfworldConfig, root: Path, part: str, wante
     asked = [{"path": str(file), "task_type": _task_type(file)} for file in files]
     digests = [sha256(file) for file in files]
     cards = [kept("alfworld", "cards", [FORMAT, d, a["task_type"]]) for d, a in zip(digests, asked, strict=True)]
-    return list({card["id"]: card for card in _cards(pool, "describe", asked, cards)}.values())
+    return cards_of(pool, "alfworld.games:describe", asked, cards, _intact)
 
 
 def _task_type(file: Path) -> str | None:
@@ -190,16 +186,6 @@ def _solvable(file: Path) -> bool:
         return load_json(file).get("solvable") is not False
     except (ValueError, AttributeError) as error:
         raise ValueError(f"alfworld: {file} is no ALFWorld game: {error}") from None
-
-
-# ---------------------------------------------------------------- files
-
-
-def _cards(pool: WorkerPool, function: str, asked: list[dict[str, Any]], files: list[Path]) -> list[Card]:
-    """Return stored cards; missing and damaged ones are made. Seeds without a game are left out."""
-    values = kept_values(pool, f"alfworld.games:{function}", asked, files, _intact)
-    cards = [card | {"file": str(file)} for card, file in zip(values, files, strict=True)]
-    return [card for card in cards if card["id"] is not None]
 
 
 def _intact(card: Any) -> bool:

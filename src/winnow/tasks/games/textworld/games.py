@@ -1,7 +1,7 @@
 """Makes TextWorld games and solves them, in worker processes: the only module that imports the package textworld.
 
 Files of a game: `game.z8`, `game.json` next to it, and a card with the data for playing. Everything is written under
-another name first, so that existing files are complete.
+another name first, so that existing files are complete. Two writers write the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ from ..react import NOTHING, worded, words
 from .play import LOST, WON, TextWorldEnv, play, readable, understood
 
 DEFAULT_LEVEL = 5
-INFORM = "inform"
-"""Name of a link to the compiler, if its own path is unusable."""
 STROLL = 60
 """Commands tried on a game to discover its texts."""
 ATTEMPTS = 20
@@ -45,66 +42,49 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes() + facts.read_bytes()).hexdigest()
 
 
-def intact(game: Path) -> bool:
-    """Return whether a game's folder exists unchanged, or its seed is known to give no game."""
+def intact(card: Any) -> bool:
+    """Return whether the files of a card's game are unchanged, or its seed is known to give no game."""
     try:
-        return game.with_suffix(".failed").exists() or (game / "digest").read_text() == digest_of(game / "game.z8")
-    except (OSError, ValueError):
+        return card["id"] is None or card["files"] == digest_of(Path(card["path"]))
+    except (OSError, ValueError, TypeError, KeyError):
         return False
 
 
 # ---------------------------------------------------------------- making
 
 
-def _scratch(partial: Path, package: Path) -> Path:
-    """Return the folder to compile a game in: Inform 7 cannot use folders with non-ASCII names."""
-    if str(partial).isascii() and str(package).isascii():
-        scratch = partial
-    else:
-        place = tempfile.gettempdir()
-        scratch = Path(tempfile.mkdtemp(prefix="winnow-game-", dir=place if place.isascii() else "/tmp"))
-        (scratch / INFORM).symlink_to(package / "thirdparty" / "inform7-6M62")
-        os.environ["INFORM_HOME"] = str(scratch / INFORM)
-    os.environ["HOME"] = str(scratch)  # Inform 7 writes a folder there
-    return scratch
+def generate(
+    challenge: str, options: dict[str, Any], grammar: dict[str, Any], seed: int, folder: str, target: str
+) -> None:
+    """Make a game in `folder` and write its card, or a card without an id if this seed gives no game.
 
-
-def generate(challenge: str, options: dict[str, Any], grammar: dict[str, Any], seed: int, folder: str) -> None:
-    """Make a game in `folder`, or a file `folder.failed` if this seed gives no game.
-
-    Raises ValueError on options unknown to the challenge.
+    It is compiled elsewhere: Inform 7 cannot use folders with non-ASCII names. Raises ValueError on options unknown to
+    the challenge.
     """
     textworld = _textworld()
     from textworld.generator import QuestGenerationError, compile_game
 
-    target = Path(folder)
-    partial = target.with_name(f"{target.name}.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    scratch = _scratch(partial, Path(textworld.__file__).parent)
-    wanted = textworld.GameOptions()
-    wanted.seeds = seed
-    wanted.path = str(scratch / "game.z8")
-    _set(wanted.grammar, grammar, wanted.grammar.__slots__, "grammar")
-    try:
-        compile_game(_game(challenge, options, seed, wanted), wanted)
-    except QuestGenerationError as error:
-        shutil.rmtree(scratch)
-        shutil.rmtree(partial, ignore_errors=True)
-        save_json(target.with_suffix(".failed"), str(error))
-        return
-    (scratch / "game.ni").unlink(missing_ok=True)
-    shutil.rmtree(scratch / "Inform", ignore_errors=True)
-    if scratch != partial:
-        (scratch / INFORM).unlink()
-        shutil.copytree(scratch, partial, dirs_exist_ok=True)
-        shutil.rmtree(scratch)
-    (partial / "digest").write_text(digest_of(partial / "game.z8"), encoding="utf-8")
-    if not intact(target):
-        shutil.rmtree(target, ignore_errors=True)
-    with suppress(OSError):  # another run was faster
-        partial.rename(target)
-    shutil.rmtree(partial, ignore_errors=True)
+    place = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(prefix="winnow-game-", dir=place if place.isascii() else "/tmp") as scratch:
+        compiler = Path(scratch, "inform")
+        compiler.symlink_to(Path(textworld.__file__).parent / "thirdparty" / "inform7-6M62")
+        os.environ["INFORM_HOME"] = str(compiler)
+        os.environ["HOME"] = scratch  # Inform 7 writes a folder there
+        wanted = textworld.GameOptions()
+        wanted.seeds = seed
+        wanted.path = str(Path(scratch, "game.z8"))
+        _set(wanted.grammar, grammar, wanted.grammar.__slots__, "grammar")
+        try:
+            compile_game(_game(challenge, options, seed, wanted), wanted)
+        except QuestGenerationError:
+            save_json(Path(target), {"id": None})
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name in ("game.json", "game.z8"):
+            partial = Path(folder, f"{name}.{os.getpid()}")
+            shutil.copyfile(Path(scratch, name), partial)
+            partial.replace(Path(folder, name))
+    describe(str(Path(folder, "game.z8")), target)
 
 
 def _game(challenge: str, options: Mapping[str, Any], seed: int, wanted: Any) -> Any:
@@ -172,6 +152,7 @@ def describe(path: str, target: str) -> None:
         names = [name.lower() for name in state.entities]
         values = {
             "path": path,
+            "files": digest_of(Path(path)),
             "first": readable(state.feedback),
             "max_score": state.max_score or 1,
             "verbs": sorted(state.verbs),

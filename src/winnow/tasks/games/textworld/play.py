@@ -29,9 +29,9 @@ _COMMAND = re.compile(r"[a-z0-9][a-z0-9' -]*")
 _SHORTHANDS = frozenset({"x", "l", "i", "n", "e", "s", "w", "north", "east", "south", "west"})
 
 
-def play(card: str, style: Style, reward: Reward, vocabulary: str | None = None) -> TextWorldEnv:
-    """Return the game described by a card; `vocabulary` is a file with a JSON list of words."""
-    return TextWorldEnv(load_json(card), style, reward, _words_of(vocabulary) if vocabulary else None)
+def play(card: str, style: Style, reward: Reward, vocabulary: Collection[str] | None = None) -> TextWorldEnv:
+    """Return the game described by a card; other words than those of the vocabulary are shown as unknown."""
+    return TextWorldEnv(load_json(card), style, reward, None if vocabulary is None else frozenset(vocabulary))
 
 
 class TextWorldEnv:
@@ -98,11 +98,6 @@ def readable(raw: str) -> str:
     text = raw.rpartition(_BANNER_END)[2].partition("***")[0]
     lines = (line.strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line and not line.startswith(">"))
-
-
-@lru_cache(maxsize=2)
-def _words_of(path: str) -> frozenset[str]:
-    return frozenset(load_json(path))
 
 
 @lru_cache(maxsize=LOADED)

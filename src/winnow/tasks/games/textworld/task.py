@@ -3,16 +3,15 @@
 Games are made or described once and reused under the same options. Train and test games never show the same first
 observation. Côté et al., "TextWorld: A Learning Environment for Text-based Games", 2018.
 
-$WINNOW_CACHE/textworld/made/<options>/<seed>/game.z8, game.json, digest
+$WINNOW_CACHE/textworld/made/<options>/<seed>/game.z8, game.json
                         cards/<game>.json    data for playing the game, see `games.describe`
-                        words/<words>.json
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import field
 from itertools import count
 from pathlib import Path
@@ -22,9 +21,9 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ....base.options import CHECKED
-from ....env.workers.file_cache import kept, loaded, making, save_json
+from ....env.workers.file_cache import kept, making
 from ....env.workers.worker import WorkerPool
-from ..library import Card, GameOptions, call_all, different, kept_values
+from ..library import Card, GameOptions, cards_of, different
 from ..react import UNKNOWN, system_prompt
 from ..task import GameTask
 from .games import digest_of, intact
@@ -88,29 +87,20 @@ class TextWorld(GameTask):
     Its vocabulary is the words met on a stroll through every game; any other word of a game is shown as `<unk>`.
     """
 
-    name = "textworld"
     format = FORMAT
 
     def __init__(self, config: TextWorldConfig) -> None:
+        self._kind = config.challenge if config.games is None else "textworld"
         super().__init__(config, *games_of(config))
         self._words.add(UNKNOWN)
         self.known = self._words
         self.env_options["reward"] = config.reward
         if config.style == "words":
-            words = sorted(self._words)
-            file = kept("textworld", "words", words)
-            if loaded(file) != words:
-                save_json(file, words)
-            self.env_options["vocabulary"] = str(file)
+            self.env_options["vocabulary"] = sorted(self._words)
 
-    def _columns(self, card: Card) -> dict[str, Any]:
-        return {"task_type": card["kind"], "max_score": card["max_score"]}
-
-    def _opening(self, card: Card) -> str:
-        return str(card["first"])
-
-    def _rules(self, card: Card) -> str:
-        return system_prompt(ROLE, card["actions"], EXAMPLE)
+    def _shown(self, card: Card) -> tuple[str, str, dict[str, Any]]:
+        rules = system_prompt(ROLE, card["actions"], EXAMPLE)
+        return rules, str(card["first"]), {"task_type": self._kind, "max_score": card["max_score"]}
 
 
 def games_of(config: TextWorldConfig) -> tuple[list[Card], list[Card]]:
@@ -131,11 +121,9 @@ def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int
     seeds = (int.from_bytes(number[:4]) >> 1 for number in numbers)
 
     def make(drawn: list[int]) -> list[Card]:
-        missing = [seed for seed in drawn if not intact(folder / str(seed))]
-        asked = ({**options, "seed": seed, "folder": str(folder / str(seed))} for seed in missing)
-        call_all(pool, "textworld.games:generate", asked)
-        files = [folder / str(seed) / "game.z8" for seed in drawn if (folder / str(seed)).is_dir()]
-        return _cards(pool, files, config.challenge)
+        asked = [{**options, "seed": seed, "folder": str(folder / str(seed))} for seed in drawn]
+        files = [kept("textworld", "cards", [FORMAT, given]) for given in asked]
+        return cards_of(pool, "textworld.games:generate", asked, files, intact)
 
     remedy = f"set options that make {config.challenge} larger"
     return different(config, part, wanted, seeds, make, lambda card: card["first"], shown, remedy)
@@ -144,14 +132,14 @@ def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int
 def _split(pool: WorkerPool, config: TextWorldConfig, root: Path) -> tuple[list[Card], list[Card]]:
     """Split a user's games by their folders `train` and `test`, or at random."""
     if (root / "train").is_dir():
-        train, test = (_cards(pool, _files(root / part), "textworld") for part in ("train", "test"))
+        train, test = (_described(pool, root / part) for part in ("train", "test"))
         both = {card["id"] for card in train} & {card["id"] for card in test}
         if both:
             path = next(card["path"] for card in test if card["id"] in both)
             raise ValueError(f"textworld: {path} is a training game too; remove it from one of the two folders")
         train, test = train[: config.train_size], test[: config.test_size]
     else:
-        games = _cards(pool, _files(root), "textworld")
+        games = _described(pool, root)
         random.Random(f"textworld/{config.seed}").shuffle(games)
         held_out = round(TEST_SHARE * len(games)) if config.test_size is None else config.test_size
         test, shown = games[:held_out], {card["first"] for card in games[:held_out]}
@@ -161,17 +149,11 @@ def _split(pool: WorkerPool, config: TextWorldConfig, root: Path) -> tuple[list[
     return train, test
 
 
-def _files(folder: Path) -> list[Path]:
+def _described(pool: WorkerPool, folder: Path) -> list[Card]:
+    """Return cards of the games in a folder."""
     games = sorted(folder.rglob("*.z8"))
     old = sorted(folder.rglob("*.ulx"))
     if old and not games:
         raise ValueError(f"textworld: {old[0]} is a Glulx game, which TextWorld no longer plays; make it as .z8")
-    return games
-
-
-def _cards(pool: WorkerPool, games: Sequence[Path], kind: str) -> list[Card]:
-    """Return cards of games, equal ones once."""
     files = [kept("textworld", "cards", [FORMAT, str(game), digest_of(game)]) for game in games]
-    values = kept_values(pool, "textworld.games:describe", [{"path": str(game)} for game in games], files)
-    cards = [card | {"file": str(file), "kind": kind} for card, file in zip(values, files, strict=True)]
-    return list({card["id"]: card for card in cards}.values())
+    return cards_of(pool, "textworld.games:describe", [{"path": str(game)} for game in games], files, intact)
