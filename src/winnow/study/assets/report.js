@@ -109,7 +109,7 @@ const report = (data, view) => {
     return el("div", { class: "scroll" }, el("table", { class: kind },
       el("thead", {}, el("tr", {}, ...head.map((h) => el("th", {}, h)))),
       el("tbody", {}, ...rows.map((row, n) => el("tr", {}, el("td", {}, first(row, n)), ...row.slice(1).map((cell, i) =>
-        el("td", { class: cell.best ? "best" : false, "data-label": head[i + 1] }, cell.text ?? cell)))))));
+        el("td", { "data-label": head[i + 1] }, cell)))))));
   }
 
   function totalsCard() {
@@ -171,11 +171,17 @@ const report = (data, view) => {
         : el("p", { class: "soft" }, `${several ? `${run.name}: n` : "N"}o configuration to show.`))));
   }
 
-  function comparison() {
-    if (!data.comparison) return null;
-    const { head, rows } = data.comparison;
+  /** The headline figures: tiles of one run, a table of several. */
+  function figures() {
+    if (!several) {
+      return el("div", { class: "cards" }, ...data.cards[0].map((c) => el("div", { class: "card" },
+        el("div", { class: "label" }, c.label), el("div", { class: `value ${c.state}` }, c.value), el("div", { class: "note" }, c.note))));
+    }
+    const labels = [...new Set(data.cards.flat().map((c) => c.label))];
+    const value = (cards, label) => cards.find((c) => c.label === label)?.value ?? "–";
+    const rows = data.cards.map((cards, n) => [runs[n].name, ...labels.map((label) => value(cards, label))]);
     return el("div", { class: "card", style: "margin-top:20px" },
-      table(["run", ...head], rows.map((row, n) => [runs[n].name, ...row]), (row, n) => key(row[0], runColor(n)), "cards"));
+      table(["run", ...labels], rows, (row, n) => key(row[0], runColor(n)), "cards"));
   }
 
   /** Pass rates of the training prompts that the selector went by, for the runs that have such a profile. */
@@ -246,8 +252,7 @@ const report = (data, view) => {
     app.replaceChildren(
       el("header", {}, el("div", { class: "brand" }, "Winnow"), el("h1", { dir: "auto" }, several ? `${runs.length} runs compared` : heading.title),
         several ? null : el("p", { class: "soft", dir: "auto" }, heading.note)),
-      several ? comparison() : el("div", { class: "cards" }, ...data.cards.map((c) => el("div", { class: "card" },
-        el("div", { class: "label" }, c.label), el("div", { class: `value ${c.state}` }, c.value), el("div", { class: "note" }, c.note)))),
+      figures(),
       warnings(), ...sections, reliabilitySection() || "", profileSection() || "", samples({ data, runs, several, section, runColor }), promptSection() || "", proofSection(), configSection(),
       el("footer", {}, "Drag over a chart to zoom, double-click to see all of it; arrow keys move along it. A legend's entries can be switched off. ",
         averaged > 1 ? `Long series are means over up to ${averaged} steps.` : ""));
