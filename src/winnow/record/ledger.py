@@ -33,7 +33,6 @@ from ..methods.group_kind import BY_REWARDS
 from ..types import Fate, Group, GroupKind, Rollout, Visit
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
 from .proof import FAILURES, PROBE, Proof, group_fate, probed, totals, verify
-from .recurrence import Recurrence, recurrence
 from .rows import damage, insert
 
 _CANONICAL = {
@@ -256,11 +255,6 @@ class Ledger:
                 for difference in _differences(mark, self._up_to(mark)[1])
             ]
         return replace(proof, ok=proof.ok and not problems, problems=[*problems, *proof.problems])
-
-    def recurrence(self) -> list[Recurrence]:
-        """Return how often zero-variance prompts repeat, by epochs between; see `winnow.record.recurrence`."""
-        with self._reading() as db:
-            return recurrence(db)
 
     def _refuse_damage(self) -> None:
         if found := damage(self._db):
