@@ -33,21 +33,19 @@ from ..methods.group_kind import BY_REWARDS
 from ..types import Fate, Group, GroupKind, Rollout, Visit
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
 from .proof import FAILURES, PROBE, Proof, group_fate, probed, totals, verify
-from .rows import damage, insert
+from .rows import COLUMNS, damage, insert
 
-_CANONICAL = {
-    "visits": "SELECT visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability"
-    " FROM visits WHERE void = 0 ORDER BY visit",
-    "outcomes": "SELECT visit, step, fate, reason, group_size, mean_reward, zero_variance"
-    " FROM outcomes WHERE void = 0 ORDER BY visit",
-    "rollouts": "SELECT visit, sibling, step, fate, reason, prompt_tokens, tokens, env_tokens, reward, rewards,"
-    " first_version, last_version, stop_reason, survival_p FROM rollouts WHERE void = 0 ORDER BY visit, sibling",
-    "steps": "SELECT step, version, metrics FROM steps WHERE void = 0 ORDER BY step",
-    "evaluations": "SELECT step, rollouts, tokens FROM evaluations WHERE void = 0 ORDER BY step, rollouts, tokens",
+_ORDER = {
+    "visits": "visit",
+    "outcomes": "visit",
+    "rollouts": "visit, sibling",
+    "steps": "step",
+    "evaluations": "step, rollouts, tokens",
 }
-"""Columns in which a resumed and an uninterrupted run must agree: all but wall-clock ones, in a fixed order."""
+"""Tables in which a resumed and an uninterrupted run must agree in all but wall-clock columns, and their order."""
+_WALL_CLOCK = ("seconds", "time")
 
-TABLES = tuple(_CANONICAL)
+TABLES = tuple(_ORDER)
 
 
 class Ledger:
@@ -66,12 +64,7 @@ class Ledger:
 
         Raises FileNotFoundError (read-only and absent) and LedgerError (no ledger, damaged, of another version).
         """
-        connection = open_file(path := Path(path), read_only)
-        try:
-            return cls(path, connection)
-        except (*UNREADABLE, ValueError) as error:
-            connection.close()
-            raise LedgerError(damaged(path, error)) from error
+        return cls(Path(path), open_file(Path(path), read_only))
 
     def close(self) -> None:
         self._db.close()
@@ -234,9 +227,10 @@ class Ledger:
         """Return a SHA-256 of all valid rows without wall times: equal for a resumed and an uninterrupted run."""
         sha = hashlib.sha256()
         with self._reading() as db:
-            for table, query in _CANONICAL.items():
+            for table, order in _ORDER.items():
                 sha.update(table.encode())
-                for row in db.execute(query):
+                columns = [name for name in COLUMNS[table].split(", ") if name not in _WALL_CLOCK]
+                for row in db.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE void = 0 ORDER BY {order}"):
                     sha.update(repr(_without_wall_times(row) if table == "steps" else row).encode())
         return sha.hexdigest()
 

@@ -10,7 +10,7 @@ from typing import Any
 from .ledger_file import UNREADABLE
 
 SHOWN = 5
-"""Damaged rows of one table that are named; the rest are counted."""
+"""Problems of one kind that are listed; the rest are counted."""
 
 COLUMNS = {
     "meta": "key, value",
@@ -70,7 +70,12 @@ def damaged_rows(db: sqlite3.Connection, table: str) -> Iterator[str]:
     key = number or "key"
     query = f"SELECT {key}, checksum, {COLUMNS[table]} FROM {table} ORDER BY {key}"
     wrong = [row[0] for row in db.execute(query) if checksum(row[2:]) != row[1]]
-    for name in wrong[:SHOWN]:
-        yield f"{table}, {key} {name}: not what was written (its checksum differs)"
-    if len(wrong) > SHOWN:
-        yield f"... and {len(wrong) - SHOWN} more rows of {table}"
+    problems = [f"{table}, {key} {name}: not what was written (its checksum differs)" for name in wrong]
+    yield from first_few(problems, f"rows of {table}")
+
+
+def first_few(problems: Sequence[str], kind: str) -> Iterator[str]:
+    """Yield the first `SHOWN` problems of a kind, then a count of the others."""
+    yield from problems[:SHOWN]
+    if len(problems) > SHOWN:
+        yield f"... and {len(problems) - SHOWN} more {kind}"
