@@ -180,7 +180,7 @@ class StopConditions:
                 "mask_truncated_completions leaves those out of the loss; no other completion had a gradient. Raise "
                 "max_completion_length, or set mask_truncated_completions: false"
             )
-        if not groups and tally.failed.total and tally.refused.total() == tally.groups:
+        if not groups and tally.failed.counts.total() and tally.refused.total() == tally.groups:
             (reason, count), (cause, failed) = tally.refused.most_common(1)[0], tally.failed.most_common()[0]
             return (
                 f"none of the {tally.groups} groups could be trained on ({count}x: {reason}), because "
