@@ -16,6 +16,7 @@ from scipy import stats
 
 from winnow.base.intervals import mean_interval
 from winnow.record.ledger import Ledger, LedgerError
+from winnow.record.records import RunDirectoryError
 from winnow.study.compare import Comparison, MethodResult, compare, reached_at
 from winnow.study.compare_data import CompareError, Point
 from winnow.study.compare_view import render, write_page
@@ -242,7 +243,7 @@ def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> N
     longer = make(tmp_path / "grpo-s9", [0.1, 0.2, 0.3, 0.4], seed=9, max_steps=20)
     with pytest.raises(CompareError, match=r"grpo-s0 and .*grpo-s9: one method, evaluated at different steps"):
         compare([*runs, longer])
-    with pytest.raises(CompareError, match="not a run directory"):
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
         compare([*runs, tmp_path])
     bare = make(tmp_path / "bare", [0.1, 0.2])
     (bare / "metrics.jsonl").write_text('{"step": 1, "num_tokens": 5}\n')
@@ -303,3 +304,11 @@ def test_views(runs: list[Path], tmp_path: Path) -> None:
     assert len(greso["cells"]) == len(page.data["measures"])
     with pytest.raises(FileNotFoundError, match="folder does not exist"):
         write_page(found, tmp_path / "no" / "page.html")
+
+
+def test_a_seed_that_solved_its_task_may_have_fewer_evaluations(tmp_path: Path) -> None:
+    long, short = (make(tmp_path / f"a-s{i}", [0.1, 0.2, 0.9, 0.9][: 4 - i], seed=i, max_steps=30) for i in range(2))
+    with Ledger.open(short / "ledger.sqlite") as ledger:
+        ledger.set_meta("solved", "true")
+    write_page(compare([long, short, make(tmp_path / "b", [0.1] * 4, beta=0.1)]), tmp_path / "page.html")
+    assert Page(tmp_path / "page.html").data["methods"][0]["curve"]["step"] == [0, 10, 20]

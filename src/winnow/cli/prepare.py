@@ -25,12 +25,10 @@ def warm_start(
     the task's own, or a column of your data (env=dataset env.path=rows.jsonl completion_column=solution).
     """
     from ..config import build_options
-    from ..engine.loading import quiet_transformers
     from ..run.build import build_task
     from ..study.warm_start import WarmStartConfig
     from ..study.warm_start import warm_start as run
 
-    quiet_transformers()
     values = settings(overrides, env="countdown")
     task = build_task(values.pop("env"))
     show(run(task, output, config=build_options(WarmStartConfig, values, "warm start")), as_json)
@@ -52,10 +50,8 @@ def pass_rates(
 
     The file is a pass-rate profile. The same command continues an interrupted one.
     """
-    from ..engine.loading import quiet_transformers
     from ..study.pass_rates import profile_model, render
 
-    quiet_transformers()
     console = progress_console(as_json)
     values = settings(overrides, config)
     found = profile_model(model, values, n=n, prompts=prompts, output=output, console=console)

@@ -84,7 +84,7 @@ def compare(runs: Sequence[str | Path], seeds: bool = True, baseline: str | None
     `baseline` names a method; default: the first one given. Without `seeds` every run is a method, compared with the
     baseline's run whatever its seed. With `seeds`, unfinished runs are refused, since a mean over unequal budgets is no
     figure of a method. Without `seeds` they count as far as they got, with a note. Raises CompareError naming the runs,
-    LedgerError, FileNotFoundError.
+    RunDirectoryError, LedgerError, FileNotFoundError.
     """
     if len(runs) < 2:
         raise CompareError("a comparison needs at least two run directories")

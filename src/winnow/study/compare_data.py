@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ..base.files import bytes_of, from_json
 from ..config import MethodSpec, RunConfig
 from ..record.ledger import Ledger
 from ..record.proof import FATES
-from ..record.records import CONFIG, LEDGER, METRICS, MOST_CONFIG
+from ..record.records import LEDGER, METRICS, read_config
 from .report_data import Row, merge_steps, read_lines
 
 PASSED = "eval/pass@1"
@@ -65,18 +64,12 @@ class RunData:
 
 
 def read_run_data(path: Path) -> RunData:
-    """Read a run. Raises CompareError if `path` is no run directory or was never evaluated, LedgerError if damaged."""
+    """Read a run. Raises RunDirectoryError if `path` is none, CompareError if never evaluated, LedgerError if damaged."""
     notes: list[str] = []
-    try:
-        config = from_json(bytes_of(path / CONFIG, MOST_CONFIG))
-        if not isinstance(config, dict):
-            raise ValueError("not a JSON object")
-        int(config.get("seed", 0))
-        if "success_reward" in config:  # written by version 0.2
-            least = config.pop("success_reward")
-            config["success"] = None if least == 1 else {"function": None, "at_least": least}
-    except (OSError, ValueError, TypeError, OverflowError) as error:
-        raise CompareError(f"{path}: not a run directory ({CONFIG}: {error}); name the output_dir of a run") from None
+    config = read_config(path)
+    if "success_reward" in config:  # written by version 0.2
+        least = config.pop("success_reward")
+        config["success"] = None if least == 1 else {"function": None, "at_least": least}
     rows = merge_steps(read_lines(path / METRICS, notes))
     curve = _curve(rows)
     if not curve:
@@ -192,17 +185,13 @@ def _common_name(runs: Sequence[RunData]) -> str:
     """Return `greso` for greso-s0 and greso-s1, or for greso/s0 and greso/s1."""
     for parts in ([run.path.resolve().name for run in runs], [run.path.resolve().parent.name for run in runs]):
         bare = {re.sub(rf"[-_.](?:seed|s)?[-_.=]?0*{r.seed}$", "", name) for r, name in zip(runs, parts, strict=True)}
-        name = bare.pop() if len(bare) == 1 else _common_start(parts)
+        name = bare.pop() if len(bare) == 1 else os.path.commonprefix(parts)
         name = re.sub(r"(?:^|[-_.])(?:seed|s)?[-_.=]*$", "", name)
         if len(runs) == 1 and re.fullmatch(rf"(?:seed|s)?[-_.=]?0*{runs[0].seed}", name):
             continue
         if name:
             return name
     return "method"
-
-
-def _common_start(names: Sequence[str]) -> str:
-    return "".join(c[0] for c in takewhile(lambda c: len(set(c)) == 1, zip(*names, strict=False)))
 
 
 def _unused(name: str, used: Mapping[str, Any]) -> str:

@@ -112,8 +112,11 @@ def write_page(found: Comparison, output: Path) -> None:
 
 
 def _curve(method: MethodResult) -> dict[str, list[float]]:
-    """Return mean, lowest and highest pass@1 over seeds at each evaluation, and the mean tokens sampled so far."""
-    points = list(zip(*(run.curve for run in method.runs), strict=True))
+    """Return mean, lowest and highest pass@1 over seeds at each evaluation, and the mean tokens sampled so far.
+
+    It ends with the shortest curve, since a run that solves its task has fewer evaluations.
+    """
+    points = list(zip(*(run.curve for run in method.runs), strict=False))
     points = points[:: max(1, -(-len(points) // MAX_POINTS))]
     passed_PS = np.array([[p.passed for p in at] for at in points])
     tokens_P = np.array([[p.tokens for p in at] for at in points]).mean(axis=1)
