@@ -64,7 +64,7 @@ class RunData:
 
 
 def read_run_data(path: Path) -> RunData:
-    """Read a run. Raises RunDirectoryError if `path` is none, CompareError if never evaluated, LedgerError if damaged."""
+    """Read a run. Raises RunDirectoryError if it is none, CompareError if never evaluated, LedgerError if damaged."""
     notes: list[str] = []
     config = read_config(path)
     if "success_reward" in config:  # written by version 0.2
@@ -185,7 +185,7 @@ def _common_name(runs: Sequence[RunData]) -> str:
     """Return `greso` for greso-s0 and greso-s1, or for greso/s0 and greso/s1."""
     for parts in ([run.path.resolve().name for run in runs], [run.path.resolve().parent.name for run in runs]):
         bare = {re.sub(rf"[-_.](?:seed|s)?[-_.=]?0*{r.seed}$", "", name) for r, name in zip(runs, parts, strict=True)}
-        name = bare.pop() if len(bare) == 1 else os.path.commonprefix(parts)
+        name = bare.pop() if len(bare) == 1 else os.path.commonprefix(parts)  # noqa: RUF071
         name = re.sub(r"(?:^|[-_.])(?:seed|s)?[-_.=]*$", "", name)
         if len(runs) == 1 and re.fullmatch(rf"(?:seed|s)?[-_.=]?0*{runs[0].seed}", name):
             continue

@@ -34,7 +34,7 @@ from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
 from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, summary
 from ..methods.success import Success, require_decided
-from ..rollout.evaluate import RolloutsFailedError
+from ..rollout.evaluate import RollOut, RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
 from ..run.build import Policy, build_task, sampling_params
 from ..run.build_methods import build_success
@@ -76,8 +76,7 @@ def profile_model(
         with ProfileFile(path, key, {"model": name, "task": task.name}) as file:
             cached = file.has(wanted)
             if not cached:
-                profiler = Profiler(roll_out)
-                _fill(file, profiler, wanted, success, n, console or Console(quiet=True))
+                _fill(file, roll_out, wanted, success, n, console or Console(quiet=True))
             rates = [file.rates[p.id] for p in wanted if p.id in file.rates]
             return {
                 "profile": str(path),
@@ -210,7 +209,7 @@ def _short(value: Any) -> str:
 
 
 def _fill(
-    file: ProfileFile, profiler: Profiler, prompts: Sequence[Prompt], success: Success, n: int, console: Console
+    file: ProfileFile, roll_out: RollOut, prompts: Sequence[Prompt], success: Success, n: int, console: Console
 ) -> None:
     """Fill the file by chunks with fixed borders, so that a resumed file has the same batches."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -221,7 +220,7 @@ def _fill(
             todo = [p for p in prompts[max(start, file.tried) : stop] if p.id not in file.rates]
             if not todo:
                 continue
-            before = {name: getattr(profiler, name) for name in COSTS}
+            profiler = Profiler(roll_out)
             try:
                 rates = list(profiler.run(todo, n=n, success=success))
                 require_decided(success)
@@ -235,8 +234,7 @@ def _fill(
                     f"none of the {n * len(todo)} rollouts of the first {len(todo)} prompts could be judged; "
                     f"first cause: {cause}"
                 )
-            cost = {name: getattr(profiler, name) - before[name] for name in COSTS}
-            file.append(rates, tried=stop, cost=cost)
+            file.append(rates, tried=stop, cost={name: getattr(profiler, name) for name in COSTS})
             s = summary(list(file.rates.values()))
             text = f"dead {s['dead']}  in band {s['in_band']}  solved {s['solved']}"
             progress.update(bar, completed=stop, description=text)
