@@ -15,10 +15,11 @@ from rich.console import Console
 from scipy import stats
 
 from winnow.base.intervals import mean_interval
+from winnow.config import ConfigError
 from winnow.record.ledger import Ledger, LedgerError
 from winnow.record.records import RunDirectoryError
 from winnow.study.compare import Comparison, MethodResult, compare, reached_at
-from winnow.study.compare_data import CompareError, Point
+from winnow.study.compare_data import Point
 from winnow.study.compare_view import render, write_page
 from winnow.types import Fate, Group, Prompt, Visit
 
@@ -234,20 +235,20 @@ def test_the_profile_of_a_seed_is_no_other_method(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(CompareError, match="at least two"):
+    with pytest.raises(ConfigError, match="at least two"):
         compare(runs[:1])
-    with pytest.raises(CompareError, match=r"no method 'gres'.*Did you mean 'greso'"):
+    with pytest.raises(ConfigError, match=r"no method 'gres'.*Did you mean 'greso'"):
         compare(runs, baseline="gres")
-    with pytest.raises(CompareError, match=r"grpo-s0 and .*copy.*same seed 0"):
+    with pytest.raises(ConfigError, match=r"grpo-s0 and .*copy.*same seed 0"):
         compare([*runs, make(tmp_path / "copy", [0.1, 0.2, 0.3])])
     longer = make(tmp_path / "grpo-s9", [0.1, 0.2, 0.3, 0.4], seed=9, max_steps=20)
-    with pytest.raises(CompareError, match=r"grpo-s0 and .*grpo-s9: one method, evaluated at different steps"):
+    with pytest.raises(ConfigError, match=r"grpo-s0 and .*grpo-s9: one method, evaluated at different steps"):
         compare([*runs, longer])
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         compare([*runs, tmp_path])
     bare = make(tmp_path / "bare", [0.1, 0.2])
     (bare / "metrics.jsonl").write_text('{"step": 1, "num_tokens": 5}\n')
-    with pytest.raises(CompareError, match="bare: has no held-out evaluation"):
+    with pytest.raises(ConfigError, match="bare: has no held-out evaluation"):
         compare([*runs, bare])
     (runs[0] / "ledger.sqlite").write_bytes(b"not a ledger, surely not" * 50)
     with pytest.raises(LedgerError, match="ledger"):
@@ -256,7 +257,7 @@ def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> N
 
 def test_unfinished_runs(runs: list[Path], tmp_path: Path) -> None:
     short = make(tmp_path / "short-s0", [0.1, 0.2], finished=False, max_steps=20)
-    with pytest.raises(CompareError, match=r"not finished: .*short-s0"):
+    with pytest.raises(ConfigError, match=r"not finished: .*short-s0"):
         compare([*runs, short])
     found = compare([*runs, short], seeds=False)
     assert [m.name for m in found.methods] == [p.name for p in [*runs, short]]

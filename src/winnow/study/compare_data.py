@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import MethodSpec, RunConfig
+from ..config import ConfigError, MethodSpec, RunConfig
 from ..record.ledger import Ledger
 from ..record.proof import FATES
 from ..record.records import LEDGER, METRICS, read_config
@@ -22,10 +22,6 @@ _DEFAULTS = {name: f.default for name, f in RunConfig.model_fields.items() if no
 _OF_A_SEED = {"seed", "output_dir", "model", "threads", "tokens_per_microbatch", "gradient_checkpointing"}
 """Keys that may differ between seeds of one method or between machines, without effect on results."""
 _METHODS = [name for name, f in RunConfig.model_fields.items() if f.annotation == MethodSpec]
-
-
-class CompareError(ValueError):
-    """Runs that cannot be compared; the message names them and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,7 @@ class RunData:
 
 
 def read_run_data(path: Path) -> RunData:
-    """Read a run. Raises RunDirectoryError if it is none, CompareError if never evaluated, LedgerError if damaged."""
+    """Read a run. Raises RunDirectoryError if it is none, ConfigError if never evaluated, LedgerError if damaged."""
     notes: list[str] = []
     config = read_config(path)
     if "success_reward" in config:  # written by version 0.2
@@ -76,7 +72,7 @@ def read_run_data(path: Path) -> RunData:
         remedy = "train it with eval_steps set"
         if any("eval/avg@n" in row for row in rows):
             remedy = "nothing told right answers from others; train it with success set"
-        raise CompareError(f"{path}: has no held-out evaluation to compare ({PASSED}); {remedy}")
+        raise ConfigError(f"{path}: has no held-out evaluation to compare ({PASSED}); {remedy}")
     last = [row for row in rows if PASSED in row][-1]
     found = {name: re.fullmatch(r"eval/pass@([0-9]+)", name) for name in last}
     with Ledger.open(path / LEDGER, read_only=True) as ledger:
@@ -126,7 +122,7 @@ def methods_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
 
     Those keys are `seed`, `output_dir`, `model` (the seed's warm start), a selector's `profile` of that model, and
     `threads`, `tokens_per_microbatch` and `gradient_checkpointing`, which `auto` chooses by the machine. Raises
-    CompareError on a seed twice in a method, and on runs of a method that were evaluated at different steps.
+    ConfigError on a seed twice in a method, and on runs of a method that were evaluated at different steps.
     """
     grouped: dict[str, list[RunData]] = {}
     for run in runs:
@@ -166,11 +162,11 @@ def _check_method(runs: Sequence[RunData]) -> None:
     for run in runs:
         other = by_seed.setdefault(run.seed, run)
         if other is not run:
-            raise CompareError(f"{other.path} and {run.path}: the same method with the same seed {run.seed}; keep one")
+            raise ConfigError(f"{other.path} and {run.path}: the same method with the same seed {run.seed}; keep one")
         first = runs[0]
         steps, wanted = [p.step for p in run.curve], [p.step for p in first.curve]
         if not _alike(run, first):
-            raise CompareError(
+            raise ConfigError(
                 f"{first.path} and {run.path}: one method, evaluated at different steps ({_steps(wanted)}; "
                 f"{_steps(steps)}); train them alike, or compare them without --seeds"
             )
