@@ -7,8 +7,6 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .ledger_file import UNREADABLE
-
 SHOWN = 5
 """Problems of one kind that are listed; the rest are counted."""
 
@@ -46,22 +44,8 @@ def checksum(row: tuple[Any, ...]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(row).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def damage(db: sqlite3.Connection) -> list[str]:
-    """Return missing rows and rows that are not as they were written; some 7 s for a million rollouts.
-
-    Opening the ledger has checked the structure of the file.
-    """
-    found: list[str] = []
-    try:
-        for table in COLUMNS:
-            found += damaged_rows(db, table)
-    except UNREADABLE as error:
-        found.append(str(error))
-    return found
-
-
 def damaged_rows(db: sqlite3.Connection, table: str) -> Iterator[str]:
-    """Yield the damaged rows of one table."""
+    """Yield missing rows of a table, and rows that are not as they were written."""
     number = NUMBERED.get(table)
     if number:
         rows, last = db.execute(f"SELECT COUNT(*), COALESCE(MAX({number}), 0) FROM {table}").fetchone()
