@@ -178,7 +178,7 @@ def text(found: Comparison) -> str:
     from rich.console import Console
 
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(render(found))
+    console.print(render(found, 200))
     return console.export_text()
 
 
@@ -214,7 +214,7 @@ def test_what_auto_chose_on_another_machine_is_no_other_method(tmp_path: Path) -
 def test_many_methods_stay_legible_in_a_narrow_terminal(tmp_path: Path, width: int, tables: int) -> None:
     found = compare([make(tmp_path / f"method-named-{c}", [0.1, 0.2], seed=0, beta=ord(c) / 10) for c in "abcdefghij"])
     page = io.StringIO()
-    Console(width=width, file=page).print(render(found))
+    Console(width=width, file=page).print(render(found, width))
     shown = page.getvalue()
     assert shown.count("┏") == tables
     assert all(f"method-named-{c}" in shown for c in "abcdefghij")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .console import Config, Json, Model, Overrides, command, settings, show
+from .console import Config, Json, Model, Overrides, command, out, settings, show
 
 app = typer.Typer()
 
@@ -60,4 +60,4 @@ def compare(
     found = run(runs, seeds, baseline)
     if output is not None:
         write_page(found, output)
-    show(asdict(found), as_json, lambda _: render(found))
+    show(asdict(found), as_json, lambda _: render(found, out.width))
