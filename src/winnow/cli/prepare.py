@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
 
-from .console import Config, Json, Model, Overrides, command, progress_console, settings, show
+from .console import Config, Json, Model, Overrides, command, lines, progress_console, settings, show
 
 app = typer.Typer()
 
@@ -50,12 +51,13 @@ def pass_rates(
 
     The file is a pass-rate profile. The same command continues an interrupted one.
     """
-    from ..study.pass_rates import profile_model, render
+    from ..study.pass_rates import bars_of, profile_model
 
     console = progress_console(as_json)
     values = settings(overrides, config)
     found = profile_model(model, values, n=n, prompts=prompts, output=output, console=console)
-    show(found, as_json, render)
+    figures = lines({name: value for name, value in found.items() if name != "histogram"})
+    show(found, as_json, lambda f: Group(bars_of(f["histogram"]), "", figures))
 
 
 @command(app)

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.bar import Bar
-from rich.console import Console, RenderableType
-from rich.console import Group as Lines
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from ..base.failpoint import failpoint
 from ..base.files import from_json, write_json
@@ -240,9 +238,8 @@ def _fill(
             progress.update(bar, completed=stop, description=text)
 
 
-def render(result: Mapping[str, Any]) -> RenderableType:
-    """Return a histogram of pass rates and the figures, for a terminal."""
-    counts: Mapping[str, int] = result["histogram"]
+def bars_of(counts: Mapping[str, int]) -> Table:
+    """Return a histogram of pass rates for a terminal."""
     most, total = max(*counts.values(), 1), max(sum(counts.values()), 1)
     bars = Table("pass rate", "", "prompts", "", box=None, padding=(0, 1), header_style="dim")
     for label, count in counts.items():
@@ -251,8 +248,4 @@ def render(result: Mapping[str, Any]) -> RenderableType:
         bars.add_row(name, Bar(most, 0, count, width=40, color=color), str(count), f"{count / total:.1%}")
     for column, justify in zip(bars.columns, ("right", "left", "right", "right"), strict=True):
         column.justify = justify  # type: ignore[assignment]
-    figures = Table.grid(padding=(0, 2))
-    for name, value in result.items():
-        if name != "histogram":
-            figures.add_row(name, Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
-    return Lines(bars, "", figures)
+    return bars
