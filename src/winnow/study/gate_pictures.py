@@ -1,4 +1,7 @@
-"""Figures of `winnow gate`: PNG, SVG or PDF, by the file name. Colours are Okabe and Ito's, safe for colour blindness."""
+"""Figures of `winnow gate`: PNG, SVG or PDF, by the file name, which `check` has checked.
+
+Colours are Okabe and Ito's, safe for colour blindness.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def check(path: Path) -> None:
 
 @contextmanager
 def _figure(path: Path, width: float, height: float, **options: Any) -> Iterator[Any]:
-    """Yield the axes of a figure of that size in inches, then write it to a path that `check` takes. Needs no screen."""
+    """Yield the axes of a figure of that size in inches, then write it. Needs no screen."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
