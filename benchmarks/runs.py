@@ -27,7 +27,7 @@ class Run:
 
     @cached_property
     def data(self) -> RunData:
-        """As `winnow compare` has it; raises CompareError when the run was never evaluated."""
+        """As `winnow compare` has it; raises ConfigError when the run was never evaluated."""
         return read_run_data(self.path)
 
     @property

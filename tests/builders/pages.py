@@ -154,4 +154,4 @@ def page(*runs: Path) -> Page:
 
 
 def card(found: Page, label: str) -> dict[str, str]:
-    return next(c for c in found.data["cards"] if c["label"] == label)
+    return next(c for c in found.data["cards"][0] if c["label"] == label)

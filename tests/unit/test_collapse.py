@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from winnow.record.collapse import PATIENCE, EssWatch, low_ess, reward_collapse
+from winnow.config import validate
+from winnow.record.collapse import PATIENCE, ess_message, low_ess, reward_collapse
+from winnow.record.watchdogs import Watchdogs
 
 
 def rows_of(name: str, values: list[float | None]) -> list[dict[str, float]]:
@@ -15,19 +17,22 @@ def rows_of(name: str, values: list[float | None]) -> list[dict[str, float]]:
 
 def test_a_spell_is_patient_and_steps_without_an_update_do_not_end_it() -> None:
     ratios: list[float | None] = [0.9, *[0.1] * (PATIENCE - 1), 0.9, 0.2, None, *[0.29] * PATIENCE, 0.3, 0.1]
-    watch = EssWatch()
-    fired = [row["step"] for row in rows_of("ess_ratio", ratios) if watch.observe(row)]
     start = PATIENCE + 2
-    assert fired == [start + PATIENCE]
     found = low_ess(rows_of("ess_ratio", ratios))
-    assert found is not None
-    assert (found.first["step"], found.length) == (start, PATIENCE + 1)
-    assert f"for {PATIENCE + 1} updates, from step {start}: updates are dominated" in found.message
-    assert low_ess(rows_of("ess_ratio", [0.1] * (PATIENCE - 1))) is None
-    assert low_ess(rows_of("ess_ratio/with_gradient", [0.1] * PATIENCE)) is not None, "where no other is known"
-    still = low_ess(rows_of("ess_ratio", [0.1] * 40))
-    assert still is not None
-    assert still.length == 40
+    assert (found[0]["step"], len(found)) == (start, PATIENCE + 1)
+    assert f"for {PATIENCE + 1} updates, from step {start}: updates are dominated" in ess_message(found)
+    assert low_ess(rows_of("ess_ratio", [0.1] * (PATIENCE - 1))) == []
+    assert low_ess(rows_of("ess_ratio/with_gradient", [0.1] * PATIENCE)), "where no other is known"
+    assert len(low_ess(rows_of("ess_ratio", [0.1] * 40))) == 40
+
+
+def test_a_spell_is_reported_once_when_it_is_long_enough() -> None:
+    ratios: list[float | None] = [0.9, *[0.1] * (PATIENCE - 1), 0.9, 0.2, None, *[0.29] * PATIENCE, *[0.1] * 20]
+    watchdogs = Watchdogs(validate({"model": "m", "env": "countdown"}))
+    said = {row["step"]: [*watchdogs.observe(row)] for row in rows_of("ess_ratio", ratios)}
+    fired = {step: message for step, message in said.items() if message}
+    assert list(fired) == [2 * PATIENCE + 2]
+    assert f"for {PATIENCE} updates, from step {PATIENCE + 2}" in fired[2 * PATIENCE + 2][0]
 
 
 @pytest.mark.parametrize(

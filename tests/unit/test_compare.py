@@ -15,9 +15,11 @@ from rich.console import Console
 from scipy import stats
 
 from winnow.base.intervals import mean_interval
+from winnow.config import ConfigError
 from winnow.record.ledger import Ledger, LedgerError
+from winnow.record.records import RunDirectoryError
 from winnow.study.compare import Comparison, MethodResult, compare, reached_at
-from winnow.study.compare_data import CompareError, Point
+from winnow.study.compare_data import Point
 from winnow.study.compare_view import render, write_page
 from winnow.types import Fate, Group, Prompt, Visit
 
@@ -176,7 +178,7 @@ def text(found: Comparison) -> str:
     from rich.console import Console
 
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(render(found))
+    console.print(render(found, 200))
     return console.export_text()
 
 
@@ -212,7 +214,7 @@ def test_what_auto_chose_on_another_machine_is_no_other_method(tmp_path: Path) -
 def test_many_methods_stay_legible_in_a_narrow_terminal(tmp_path: Path, width: int, tables: int) -> None:
     found = compare([make(tmp_path / f"method-named-{c}", [0.1, 0.2], seed=0, beta=ord(c) / 10) for c in "abcdefghij"])
     page = io.StringIO()
-    Console(width=width, file=page).print(render(found))
+    Console(width=width, file=page).print(render(found, width))
     shown = page.getvalue()
     assert shown.count("┏") == tables
     assert all(f"method-named-{c}" in shown for c in "abcdefghij")
@@ -233,20 +235,20 @@ def test_the_profile_of_a_seed_is_no_other_method(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(CompareError, match="at least two"):
+    with pytest.raises(ConfigError, match="at least two"):
         compare(runs[:1])
-    with pytest.raises(CompareError, match=r"no method 'gres'.*Did you mean 'greso'"):
+    with pytest.raises(ConfigError, match=r"no method 'gres'.*Did you mean 'greso'"):
         compare(runs, baseline="gres")
-    with pytest.raises(CompareError, match=r"grpo-s0 and .*copy.*same seed 0"):
+    with pytest.raises(ConfigError, match=r"grpo-s0 and .*copy.*same seed 0"):
         compare([*runs, make(tmp_path / "copy", [0.1, 0.2, 0.3])])
     longer = make(tmp_path / "grpo-s9", [0.1, 0.2, 0.3, 0.4], seed=9, max_steps=20)
-    with pytest.raises(CompareError, match=r"grpo-s0 and .*grpo-s9: one method, evaluated at different steps"):
+    with pytest.raises(ConfigError, match=r"grpo-s0 and .*grpo-s9: one method, evaluated at different steps"):
         compare([*runs, longer])
-    with pytest.raises(CompareError, match="not a run directory"):
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
         compare([*runs, tmp_path])
     bare = make(tmp_path / "bare", [0.1, 0.2])
     (bare / "metrics.jsonl").write_text('{"step": 1, "num_tokens": 5}\n')
-    with pytest.raises(CompareError, match="bare: has no held-out evaluation"):
+    with pytest.raises(ConfigError, match="bare: has no held-out evaluation"):
         compare([*runs, bare])
     (runs[0] / "ledger.sqlite").write_bytes(b"not a ledger, surely not" * 50)
     with pytest.raises(LedgerError, match="ledger"):
@@ -255,7 +257,7 @@ def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> N
 
 def test_unfinished_runs(runs: list[Path], tmp_path: Path) -> None:
     short = make(tmp_path / "short-s0", [0.1, 0.2], finished=False, max_steps=20)
-    with pytest.raises(CompareError, match=r"not finished: .*short-s0"):
+    with pytest.raises(ConfigError, match=r"not finished: .*short-s0"):
         compare([*runs, short])
     found = compare([*runs, short], seeds=False)
     assert [m.name for m in found.methods] == [p.name for p in [*runs, short]]
@@ -303,3 +305,11 @@ def test_views(runs: list[Path], tmp_path: Path) -> None:
     assert len(greso["cells"]) == len(page.data["measures"])
     with pytest.raises(FileNotFoundError, match="folder does not exist"):
         write_page(found, tmp_path / "no" / "page.html")
+
+
+def test_a_seed_that_solved_its_task_may_have_fewer_evaluations(tmp_path: Path) -> None:
+    long, short = (make(tmp_path / f"a-s{i}", [0.1, 0.2, 0.9, 0.9][: 4 - i], seed=i, max_steps=30) for i in range(2))
+    with Ledger.open(short / "ledger.sqlite") as ledger:
+        ledger.set_meta("solved", "true")
+    write_page(compare([long, short, make(tmp_path / "b", [0.1] * 4, beta=0.1)]), tmp_path / "page.html")
+    assert Page(tmp_path / "page.html").data["methods"][0]["curve"]["step"] == [0, 10, 20]

@@ -14,13 +14,13 @@ import yaml
 from typer.testing import CliRunner
 
 from winnow.cli.main import app
-from winnow.config import method
+from winnow.config import ConfigError, method
 from winnow.methods.gate import GATES
 from winnow.methods.gate.divergence import Divergence
 from winnow.methods.gate.signals import SIGNALS
 from winnow.study.gate_effect import sweep
 from winnow.study.gate_search import Bound, Choice
-from winnow.study.gate_tables import Recorded, ReplayError, correlate, read_recorded
+from winnow.study.gate_tables import Recorded, correlate, read_recorded
 
 from ..builders.calibrations import chosen, jointly, one_step
 from ..builders.gate_tables import T_MAX, command, make_rows, same, weighted, without, write
@@ -61,7 +61,7 @@ def test_nothing_within_the_bound_saves_more(tmp_path: Path, seed: int, bound: B
         )
     ]
     if not within:
-        with pytest.raises(ReplayError, match="no threshold of any signal"):
+        with pytest.raises(ConfigError, match="no threshold of any signal"):
             one_step(recorded, bound)
         return
 
@@ -103,7 +103,7 @@ def test_a_group_that_has_ended_is_no_cut(tmp_path: Path, drop: tuple[str, ...])
     recorded = read_recorded(ended_table(tmp_path / "g.csv", *drop))
     [all_of_them] = sweep(recorded, "prefix_edit_distance", [0.5], T_MAX)
     assert all_of_them.precision == pytest.approx(0.70, abs=0.005), "as the paper's table 1 counts"
-    with pytest.raises(ReplayError, match=r"no threshold of any signal has precision >= 0\.65"):
+    with pytest.raises(ConfigError, match=r"no threshold of any signal has precision >= 0\.65"):
         one_step(recorded, Bound(0.65, None))
     found = one_step(recorded, Bound(0.3, None))
     assert (found.chosen.cut, found.chosen.tp, found.chosen.fp) == (30, 11, 19)
@@ -114,7 +114,7 @@ def test_a_group_that_has_ended_is_no_cut(tmp_path: Path, drop: tuple[str, ...])
     assert (found.oracle.cut, found.oracle.recall) == (11, 11 / 44), "nor can an oracle stop who has ended"
     assert found.can_be_cut.startswith(f"at K = 10 somebody still runs in {'at most ' if drop[1:] else ''}67 of 100")
     assert one_step(recorded, Bound(None, 0.34)).chosen.fp == 19, "19 of all 56 groups that teach"
-    with pytest.raises(ReplayError, match="signal loss"):
+    with pytest.raises(ConfigError, match="signal loss"):
         one_step(recorded, Bound(None, 0.33))
 
 
@@ -235,19 +235,19 @@ def test_bad_arguments_are_one_clear_message(tmp_path: Path, arguments: list[str
 
 
 def test_steps_with_different_groups_and_hopeless_tables_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ReplayError, match=r"hold different groups, e.g. 't0'"):
+    with pytest.raises(ConfigError, match=r"hold different groups, e.g. 't0'"):
         one_step(read_recorded(write(tmp_path / "g.csv", make_rows()[1:])), Bound(0.8, None))
-    with pytest.raises(ReplayError, match="4 groups cannot be split into 5 folds"):
+    with pytest.raises(ConfigError, match="4 groups cannot be split into 5 folds"):
         one_step(read_recorded(write(tmp_path / "g.csv", make_rows(n=4))), Bound(0.8, None))
     mixed = [r | {"reward_var": 0.25, "label": "mixed"} for r in make_rows()]
-    with pytest.raises(ReplayError, match=r"no threshold of any signal has precision >= 0.8"):
+    with pytest.raises(ConfigError, match=r"no threshold of any signal has precision >= 0.8"):
         one_step(read_recorded(write(tmp_path / "g.csv", mixed)), Bound(0.8, None))
 
 
 def test_a_group_at_the_top_of_the_scale_needs_no_impossible_threshold(tmp_path: Path) -> None:
     """All zero-variance, all values 1: no threshold in [0, 1] cuts anything."""
     rows = [r | dict.fromkeys(SIGNALS, 1.0) | {"reward_var": 0.0, "label": "all_fail"} for r in make_rows()]
-    with pytest.raises(ReplayError, match="no threshold"):
+    with pytest.raises(ConfigError, match="no threshold"):
         one_step(read_recorded(write(tmp_path / "g.csv", rows)), Bound(0.5, None))
 
 
@@ -290,7 +290,7 @@ def test_weights_of_one_change_nothing_and_bad_ones_are_refused(tmp_path: Path) 
     assert "weight" not in ones[10].columns
     assert one_step(ones, Bound(0.6, None)) == one_step(plain, Bound(0.6, None))
     with pytest.raises(
-        ReplayError, match=r"row 1: 'weight': Input should be greater than or equal to 1 \(got '0\.5'\)"
+        ConfigError, match=r"row 1: 'weight': Input should be greater than or equal to 1 \(got '0\.5'\)"
     ):
         read_recorded(write(tmp_path / "x.csv", [r | {"weight": 0.5} for r in make_rows()]))
 
@@ -333,9 +333,9 @@ def test_what_the_choice_cuts_is_what_the_gate_cuts(tmp_path: Path) -> None:
 
 def test_what_a_table_lacks_is_named(tmp_path: Path) -> None:
     bare = read_recorded(write(tmp_path / "g.csv", without(make_rows(), "steps", "steps_k", "task_type")))
-    with pytest.raises(ReplayError, match="needs the columns steps, steps_k and termination_fraction"):
+    with pytest.raises(ConfigError, match="needs the columns steps, steps_k and termination_fraction"):
         one_step(bare, Bound(0.6, None), or_rule=True)
-    with pytest.raises(ReplayError, match="no column 'task_type'"):
+    with pytest.raises(ConfigError, match="no column 'task_type'"):
         jointly(bare, Bound(0.6, None), most=1, per_task_type=True)
     assert str(Choice("action_entropy", {5: 0.25}, 0.9)) == "action_entropy < 0.25 or termination_fraction >= 0.9 at 5"
 

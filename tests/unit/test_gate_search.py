@@ -13,12 +13,12 @@ import yaml
 from typer.testing import CliRunner
 
 from winnow.cli.main import app
-from winnow.config import method
+from winnow.config import ConfigError, method
 from winnow.methods.gate import GATES
 from winnow.methods.gate.divergence import Divergence
 from winnow.study.gate_calibration import config_section, lines
 from winnow.study.gate_search import Bound, Search
-from winnow.study.gate_tables import Recorded, ReplayError, read_recorded
+from winnow.study.gate_tables import Recorded, read_recorded
 
 from ..builders.calibrations import effect_of, jointly, one_step
 from ..builders.gate_tables import T_MAX, make_rows, without, write
@@ -106,7 +106,7 @@ def test_one_step_is_what_calibrate_finds(tmp_path: Path) -> None:
     assert effect_of(recorded, found.plan.rest) == found.chosen
     assert jointly(recorded, Bound(0.6, None), most=2) == found
     mixed = [r | {"reward_var": 0.25, "label": "mixed"} for r in make_rows()]
-    with pytest.raises(ReplayError, match="no threshold of any signal"):
+    with pytest.raises(ConfigError, match="no threshold of any signal"):
         jointly(read_recorded(write(tmp_path / "g.csv", mixed)), Bound(0.8, None), most=2)
 
 
@@ -186,7 +186,7 @@ def test_a_type_is_cut_where_no_gate_for_all_would_do(tmp_path: Path) -> None:
         r |= dict.fromkeys(("action_entropy", "prefix_edit_distance"), 0.4 if worthless else 0.2)
     keep = ("K", "task_id", "task_type", "reward_var", "label", "steps", "steps_k", "action_entropy")
     recorded = read_recorded(write(tmp_path / "g.csv", [{k: r[k] for k in keep} for r in rows]))
-    with pytest.raises(ReplayError, match="no threshold of any signal"):
+    with pytest.raises(ConfigError, match="no threshold of any signal"):
         jointly(recorded, Bound(0.8, None), most=1)
     found = jointly(recorded, Bound(0.8, None), most=1, per_task_type=True)
     assert found.plan.rest is None

@@ -19,12 +19,12 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from winnow.cli.main import app
-from winnow.config import validate
+from winnow.config import ConfigError, validate
 from winnow.env.row_files import DataError
 from winnow.methods.gate.recording import rows_of
 from winnow.record.records import Records
 from winnow.study.gate_effect import sweep
-from winnow.study.gate_tables import ReplayError, correlate, read_recorded
+from winnow.study.gate_tables import correlate, read_recorded
 from winnow.types import Fate, Turn
 
 from ..builders.gate_tables import SEVEN, T_MAX, command, make_rows, without, write
@@ -108,7 +108,7 @@ def test_correlations_are_what_pairs_give(tmp_path: Path) -> None:
 def test_without_scipy_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     path = write(tmp_path / "g.csv", make_rows())
-    with pytest.raises(ReplayError, match=r"pip install .*\[gate\]'"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[gate\]'"):
         correlate(read_recorded(path))
     assert sweep(read_recorded(path), SEVEN[0], [0.3], T_MAX), "nothing else needs it"
 
@@ -197,22 +197,22 @@ def spoil(name: str, value: Any, row: int = 3) -> Callable[[list[dict[str, Any]]
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_bad_tables_are_refused(tmp_path: Path, spoiled: Any, message: str, suffix: str) -> None:
     path = write(tmp_path / f"g{suffix}", spoiled(make_rows()))
-    with pytest.raises(ReplayError, match=message):
+    with pytest.raises(ConfigError, match=message):
         read_recorded(path)
 
 
 def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     (empty := tmp_path / "empty.csv").write_text("")
-    with pytest.raises(ReplayError, match=r"empty\.csv: the table is empty"):
+    with pytest.raises(ConfigError, match=r"empty\.csv: the table is empty"):
         read_recorded(empty)
     (headers := tmp_path / "headers.csv").write_text("K,task_id,reward_var,action_entropy\n")
-    with pytest.raises(ReplayError, match="has no rows"):
+    with pytest.raises(ConfigError, match="has no rows"):
         read_recorded(headers)
     (ragged := tmp_path / "ragged.csv").write_text("K,task_id\n1,2,3\n")
-    with pytest.raises(ReplayError, match=r"ragged\.csv, line 2: 1 more cells than columns"):
+    with pytest.raises(ConfigError, match=r"ragged\.csv, line 2: 1 more cells than columns"):
         read_recorded(ragged)
     (broken := tmp_path / "broken.csv").write_text('K,task_id\n"1,2\n')
-    with pytest.raises(ReplayError, match="not a CSV"):
+    with pytest.raises(ConfigError, match="not a CSV"):
         read_recorded(broken)
     (no_parquet := tmp_path / "x.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match=r"x\.parquet: cannot be read as parquet"):
@@ -221,11 +221,11 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="two columns 'K'"):
         read_recorded(columns)
     (twice := tmp_path / "twice.csv").write_text("K,task_id,reward_var,reward_var,action_entropy\n1,a,0,0,0\n")
-    with pytest.raises(ReplayError, match="2 columns 'reward_var'"):
+    with pytest.raises(ConfigError, match="2 columns 'reward_var'"):
         read_recorded(twice)
     with pytest.raises(FileNotFoundError, match="no such file"):
         read_recorded(tmp_path / "absent.csv")
-    with pytest.raises(ReplayError, match=r"gate\.jsonl: absent"):
+    with pytest.raises(ConfigError, match=r"gate\.jsonl: absent"):
         read_recorded(tmp_path)
 
 
@@ -243,7 +243,7 @@ def test_other_names_are_mapped(tmp_path: Path) -> None:
         ({"K": "stpe"}, "no column 'stpe'. Did you mean 'step'"),
         ({"action_entrpy": "step"}, "no column we read. Did you mean 'action_entropy'"),
     ):
-        with pytest.raises(ReplayError, match=message):
+        with pytest.raises(ConfigError, match=message):
             read_recorded(path, mapping)
 
 

@@ -88,7 +88,7 @@ def test_few_rollouts_of_a_prompt_say_little_about_it() -> None:
     rng = np.random.default_rng(0)
     for true in (np.full(4000, 0.5), rng.beta(0.2, 0.2, 4000)):
         profile = {p.id: PassRate(p.id, 4, int(rng.binomial(4, r)), 0.0) for p, r in zip(prompts, true, strict=True)}
-        rates = policy_of(prompts, profile, 0.0, 0).rates()
+        rates = policy_of(prompts, profile, 0).rates()
         assert rates.mean() == pytest.approx(true.mean(), abs=0.02)
         assert rates.std() == pytest.approx(true.std(), abs=0.04)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,8 @@ NOISY = ("torchao", "torch.utils._pytree")
 
 
 def quiet_imports() -> None:
-    """Silence noisy loggers in our own processes; a program that imports the package keeps its logging."""
+    """Silence noisy loggers and progress bars in our own processes; a program that imports the package keeps both."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers follows it
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
 

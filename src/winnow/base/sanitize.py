@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _CONTROL = [code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"]
@@ -16,12 +16,12 @@ def visible(text: str) -> str:
     return text.encode("utf-8", "replace").decode().translate(_INVISIBLE)
 
 
-def plain(value: Any) -> Any:
-    """Return `value` in a form that JSON can hold and a page can show."""
+def plain(value: Any, text: Callable[[str], str] = visible) -> Any:
+    """Return `value` in a form that JSON can hold and a page can show; `text` makes strings in it so."""
     if isinstance(value, Mapping):
-        return {visible(str(k)): plain(v) for k, v in value.items()}
+        return {visible(str(k)): plain(v, text) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
+        return [plain(v, text) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return value if value is None or isinstance(value, bool | int | float) else visible(str(value))
+    return value if value is None or isinstance(value, bool | int | float) else text(str(value))

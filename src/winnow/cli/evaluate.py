@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .console import Config, Json, Model, Overrides, command, settings, show
+from .console import Config, Json, Model, Overrides, command, out, settings, show
 
 app = typer.Typer()
 
@@ -20,10 +20,8 @@ def evaluate(model: Model, overrides: Overrides = None, config: Config = None, a
     Settings of a run are its own unless overridden: env=countdown eval_prompts=256 eval_generations=16
     eval_temperature=0.6 eval_top_p=0.95.
     """
-    from ..engine.loading import quiet_transformers
     from ..run.standalone import evaluate_model
 
-    quiet_transformers()
     show(evaluate_model(model, settings(overrides, config)), as_json)
 
 
@@ -41,10 +39,8 @@ def vote(
 
     Settings as for `eval`; 32 candidates a prompt unless eval_generations says otherwise.
     """
-    from ..engine.loading import quiet_transformers
     from ..study.vote import render, vote_model
 
-    quiet_transformers()
     values = settings(overrides, config, eval_generations=32)
     show(vote_model(model, values, [w.strip() for w in weights.split(",")]), as_json, render)
 
@@ -64,4 +60,4 @@ def compare(
     found = run(runs, seeds, baseline)
     if output is not None:
         write_page(found, output)
-    show(asdict(found), as_json, lambda _: render(found))
+    show(asdict(found), as_json, lambda _: render(found, out.width))

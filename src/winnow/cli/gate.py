@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..base.errors import ConfigError
 from ..base.files import check_output
 from .console import Json, command, show
 
@@ -62,18 +63,18 @@ def sweep(
     """Show for each threshold what it would have cut: how precisely, and for what saving."""
     from ..methods.gate.divergence import RULES
     from ..study.gate_effect import sweep as run
-    from ..study.gate_tables import ReplayError, can_be_cut
+    from ..study.gate_tables import can_be_cut
 
     *named, limit = (termination or "or:").split(":")
     rule = next((r for r in RULES if named in ([], [r])), None)
     if rule is None:
         expected = ", ".join(f"{r}:SHARE" for r in RULES)
-        raise ReplayError(f"--termination {termination}: expected a share, or {expected}")
+        raise ConfigError(f"--termination {termination}: expected a share, or {expected}")
     ended = None
     if termination:
         ended, *more = _numbers(limit, "--termination")
         if more or ended > 1:
-            raise ReplayError(f"--termination {termination}: expected one share in [0, 1]")
+            raise ConfigError(f"--termination {termination}: expected one share in [0, 1]")
     recorded = _recorded(table, k, columns, picture)
     rows = run(recorded, signal, _numbers(thresholds, "--thresholds"), t_max, ended, rule)
     if picture is not None:
@@ -99,13 +100,12 @@ def correlate(
     by: Annotated[str | None, typer.Option(help="`task_type`: each type alone.")] = None,
 ) -> None:
     """Show how well each signal knows which groups will have no reward variance."""
-    from ..study.gate_tables import ReplayError
     from ..study.gate_tables import correlate as run
 
     if by not in (None, "task_type"):
-        raise ReplayError(f"--by {by}: only task_type")
+        raise ConfigError(f"--by {by}: only task_type")
     if by and picture:
-        raise ReplayError("--picture shows all groups together; leave out --by, or give a table of one type")
+        raise ConfigError("--picture shows all groups together; leave out --by, or give a table of one type")
     recorded = _recorded(table, k, columns, picture)
     found = run(recorded, by_task_type=by is not None)
     if picture is not None:
@@ -140,18 +140,17 @@ def calibrate(
     from ..study.gate_calibration import calibrate as run
     from ..study.gate_calibration import config_section, lines
     from ..study.gate_search import Bound, Search
-    from ..study.gate_tables import ReplayError
 
     given = table or run_dir
     if given is None or (table and run_dir):
-        raise ReplayError("give one of a table and --from RUN_DIRECTORY")
+        raise ConfigError("give one of a table and --from RUN_DIRECTORY")
     if precision is not None and signal_loss is not None:
-        raise ReplayError("--precision and --signal-loss are two ways to set one bound; give one of them")
+        raise ConfigError("--precision and --signal-loss are two ways to set one bound; give one of them")
     if precision is None and signal_loss is None:
         precision = 0.8
     search = Search(Bound(precision, signal_loss), t_max, steps, or_rule, per_task_type)
     if (steps > 1 or per_task_type) and picture:
-        raise ReplayError("--picture shows one step for all groups; leave it out, or --steps and --per-task-type")
+        raise ConfigError("--picture shows one step for all groups; leave it out, or --steps and --per-task-type")
     recorded = _recorded(given, k, columns, picture)
     if output is not None:
         check_output(output)
@@ -180,13 +179,13 @@ def _arm(name: str, row: Any) -> dict[str, Any]:
 
 def _recorded(table: Path, k: str | None, columns: Sequence[str] | None, picture: Path | None) -> dict[int, Any]:
     """The table, at the evaluation steps asked for; a picture that could not be drawn is an error before the work."""
-    from ..study.gate_tables import ReplayError, read_recorded
+    from ..study.gate_tables import read_recorded
 
     mapping = {}
     for given in columns or ():
         name, separator, column = given.partition("=")
         if not (name and separator and column):
-            raise ReplayError(f"--map {given}: expected name=column")
+            raise ConfigError(f"--map {given}: expected name=column")
         mapping[name] = column
     if picture is not None:
         from ..study.gate_pictures import check
@@ -198,19 +197,17 @@ def _recorded(table: Path, k: str | None, columns: Sequence[str] | None, picture
     wanted = _numbers(k, "--k")
     for step in wanted:
         if step not in recorded:
-            raise ReplayError(f"{table}: there is no K = {step:g}; it has {', '.join(map(str, recorded))}")
+            raise ConfigError(f"{table}: there is no K = {step:g}; it has {', '.join(map(str, recorded))}")
     return {step: at for step, at in recorded.items() if step in wanted}
 
 
 def _numbers(text: str, option: str) -> list[float]:
-    from ..study.gate_tables import ReplayError
-
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or any(not 0 <= x < float("inf") for x in found):
-        raise ReplayError(f"{option} {text}: expected numbers separated by commas, e.g. 10,15 or 0.10,0.12")
+        raise ConfigError(f"{option} {text}: expected numbers separated by commas, e.g. 10,15 or 0.10,0.12")
     return found
 
 

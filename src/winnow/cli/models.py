@@ -21,10 +21,8 @@ def get(
 
     Afterwards it can be used by name: `model: smollm2-135m`.
     """
-    from ..engine.loading import quiet_transformers
     from ..engine.pretrained import get as fetch
 
-    quiet_transformers()
     console = progress_console(as_json)
     show(fetch(name, lambda text: console.print(text, highlight=False, soft_wrap=True)), as_json, _where)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
 
-from .console import Config, Json, Model, Overrides, command, progress_console, settings, show
+from .console import Config, Json, Model, Overrides, command, lines, progress_console, settings, show
 
 app = typer.Typer()
 
@@ -25,12 +26,10 @@ def warm_start(
     the task's own, or a column of your data (env=dataset env.path=rows.jsonl completion_column=solution).
     """
     from ..config import build_options
-    from ..engine.loading import quiet_transformers
     from ..run.build import build_task
     from ..study.warm_start import WarmStartConfig
     from ..study.warm_start import warm_start as run
 
-    quiet_transformers()
     values = settings(overrides, env="countdown")
     task = build_task(values.pop("env"))
     show(run(task, output, config=build_options(WarmStartConfig, values, "warm start")), as_json)
@@ -52,14 +51,13 @@ def pass_rates(
 
     The file is a pass-rate profile. The same command continues an interrupted one.
     """
-    from ..engine.loading import quiet_transformers
-    from ..study.pass_rates import profile_model, render
+    from ..study.pass_rates import bars_of, profile_model
 
-    quiet_transformers()
     console = progress_console(as_json)
     values = settings(overrides, config)
     found = profile_model(model, values, n=n, prompts=prompts, output=output, console=console)
-    show(found, as_json, render)
+    figures = lines({name: value for name, value in found.items() if name != "histogram"})
+    show(found, as_json, lambda f: Group(bars_of(f["histogram"]), "", figures))
 
 
 @command(app)

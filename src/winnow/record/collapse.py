@@ -22,42 +22,30 @@ def ess_of(metrics: Metrics) -> float | None:
     return metrics.get("ess_ratio", metrics.get("ess_ratio/with_gradient"))
 
 
-class EssWatch:
-    """Watches for spells of updates with `ess_of` under `LOW`. Steps without an update are ignored."""
+def low_ess(rows: Sequence[Metrics]) -> list[Metrics]:
+    """Return the updates of the first spell of at least `PATIENCE` with `ess_of` under `LOW`, or an empty list.
 
-    def __init__(self) -> None:
-        self.first: Metrics = {}
-        """Metrics of the spell's first update."""
-        self.length = 0
-
-    def observe(self, metrics: Metrics) -> bool:
-        """Return True when a spell becomes `PATIENCE` updates long."""
-        ess = ess_of(metrics)
-        if ess is None:
-            return False
-        self.length = self.length + 1 if ess < LOW else 0
-        if self.length == 1:
-            self.first = metrics
-        return self.length == PATIENCE
-
-    @property
-    def message(self) -> str:
-        return (
-            f"the effective sample size was under {LOW:.0%} of the rollouts for {self.length} updates, from step "
-            f"{self.first['step']:.0f}: {ADVICE}"
-        )
-
-
-def low_ess(rows: Sequence[Metrics]) -> EssWatch | None:
-    """Return the first spell of `PATIENCE` updates or more, at its full length."""
-    watch, found = EssWatch(), False
+    Steps without an update are ignored.
+    """
+    spell: list[Metrics] = []
     for row in rows:
-        before = watch.length
-        found |= watch.observe(row)
-        if found and not watch.length:
-            watch.length = before
+        ess = ess_of(row)
+        if ess is None:
+            continue
+        if ess < LOW:
+            spell.append(row)
+        elif len(spell) >= PATIENCE:
             break
-    return watch if found else None
+        else:
+            spell = []
+    return spell if len(spell) >= PATIENCE else []
+
+
+def ess_message(spell: Sequence[Metrics]) -> str:
+    return (
+        f"the effective sample size was under {LOW:.0%} of the rollouts for {len(spell)} updates, from step "
+        f"{spell[0]['step']:.0f}: {ADVICE}"
+    )
 
 
 def reward_collapse(rows: Sequence[Metrics]) -> Metrics | None:
@@ -88,7 +76,8 @@ def off_policy_marks(rows: Sequence[Metrics], axes: Sequence[str]) -> list[dict[
         return None
     marks = []
     if ess:
-        marks.append(_mark(ess.message[0].upper() + ess.message[1:] + ".", "bad", ess.first, axes))
+        message = ess_message(ess)
+        marks.append(_mark(message[0].upper() + message[1:] + ".", "bad", ess[0], axes))
     if fall:
         marks.append(_mark(f"From step {fall['step']:.0f} on the reward was under half of its best.", "c4", fall, axes))
     return marks

@@ -34,24 +34,16 @@ class Failures:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._first: dict[str, tuple[str, str]] = {}
+        self.first: dict[str, tuple[str, str]] = {}
 
     def add(self, reason: str, prompt_id: str, count: int = 1) -> None:
         cause = cause_of(reason, prompt_id)
         self.counts[cause] += count
-        self._first.setdefault(cause, (reason, prompt_id))
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
+        self.first.setdefault(cause, (reason, prompt_id))
 
     def most_common(self) -> list[tuple[str, int]]:
         """Return the first reason and count of each cause, the most frequent first."""
-        return [(self._first[cause][0], count) for cause, count in self.counts.most_common()]
-
-    def first(self, cause: str) -> tuple[str, str]:
-        """Return the first reason of a cause, and its prompt's id."""
-        return self._first[cause]
+        return [(self.first[cause][0], count) for cause, count in self.counts.most_common()]
 
 
 def failures_of(run_dir: Path) -> dict[str, int]:
@@ -81,7 +73,7 @@ class FailureWatch:
             if (what, cause) in self._warned:
                 continue
             self._warned.add((what, cause))
-            reason, prompt_id = failed.first(cause)
+            reason, prompt_id = failed.first[cause]
             yield (
                 f"{count} of {rollouts} {what} failed ({count / rollouts:.0%}): {reason}; first at prompt "
                 f"'{prompt_id}'. They are left out and never count as reward 0; this cause is not reported again"

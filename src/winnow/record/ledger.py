@@ -33,22 +33,19 @@ from ..methods.group_kind import BY_REWARDS
 from ..types import Fate, Group, GroupKind, Rollout, Visit
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
 from .proof import FAILURES, PROBE, Proof, group_fate, probed, totals, verify
-from .recurrence import Recurrence, recurrence
-from .rows import damage, insert
+from .rows import COLUMNS, damaged_rows, insert
 
-_CANONICAL = {
-    "visits": "SELECT visit, step, version, epoch, prompt_id, ordinal, keep, reason, probability"
-    " FROM visits WHERE void = 0 ORDER BY visit",
-    "outcomes": "SELECT visit, step, fate, reason, group_size, mean_reward, zero_variance"
-    " FROM outcomes WHERE void = 0 ORDER BY visit",
-    "rollouts": "SELECT visit, sibling, step, fate, reason, prompt_tokens, tokens, env_tokens, reward, rewards,"
-    " first_version, last_version, stop_reason, survival_p FROM rollouts WHERE void = 0 ORDER BY visit, sibling",
-    "steps": "SELECT step, version, metrics FROM steps WHERE void = 0 ORDER BY step",
-    "evaluations": "SELECT step, rollouts, tokens FROM evaluations WHERE void = 0 ORDER BY step, rollouts, tokens",
+_ORDER = {
+    "visits": "visit",
+    "outcomes": "visit",
+    "rollouts": "visit, sibling",
+    "steps": "step",
+    "evaluations": "step, rollouts, tokens",
 }
-"""Columns in which a resumed and an uninterrupted run must agree: all but wall-clock ones, in a fixed order."""
+"""Tables in which a resumed and an uninterrupted run must agree in all but wall-clock columns, and their order."""
+_WALL_CLOCK = ("seconds", "time")
 
-TABLES = tuple(_CANONICAL)
+TABLES = tuple(_ORDER)
 
 
 class Ledger:
@@ -67,12 +64,7 @@ class Ledger:
 
         Raises FileNotFoundError (read-only and absent) and LedgerError (no ledger, damaged, of another version).
         """
-        connection = open_file(path := Path(path), read_only)
-        try:
-            return cls(path, connection)
-        except (*UNREADABLE, ValueError) as error:
-            connection.close()
-            raise LedgerError(damaged(path, error)) from error
+        return cls(Path(path), open_file(Path(path), read_only))
 
     def close(self) -> None:
         self._db.close()
@@ -83,10 +75,10 @@ class Ledger:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def get_meta(self, key: str, default: str | None = None) -> str | None:
-        """Return a string about the run: `run_id`, `config_hash`, `max_lag`, `success`, `finished` ("true")."""
+    def get_meta(self, key: str) -> str | None:
+        """Return a string about the run, if it is known: `max_lag`, `success`, `saved`, `finished` ("true")."""
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return default if row is None else row[0]
+        return None if row is None else row[0]
 
     def set_meta(self, key: str, value: str) -> None:
         with self._transaction() as db:
@@ -192,8 +184,9 @@ class Ledger:
         Returns `restart` (its number), `voided` (rows by table) and `in_flight` (visit numbers to relaunch; they stay
         booked). Raises LedgerError, and voids nothing, when rows up to the mark are not intact.
         """
-        self._refuse_damage()
-        prefixes, found = self._up_to(mark)
+        with self._reading():
+            self._refuse_damage()
+            prefixes, found = self._up_to(mark)
         if wrong := _differences(mark, found):
             raise LedgerError(
                 f"{self.path}: the ledger is not the one this checkpoint was saved with: {'; '.join(wrong)}. "
@@ -235,9 +228,10 @@ class Ledger:
         """Return a SHA-256 of all valid rows without wall times: equal for a resumed and an uninterrupted run."""
         sha = hashlib.sha256()
         with self._reading() as db:
-            for table, query in _CANONICAL.items():
+            for table, order in _ORDER.items():
                 sha.update(table.encode())
-                for row in db.execute(query):
+                columns = [name for name in COLUMNS[table].split(", ") if name not in _WALL_CLOCK]
+                for row in db.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE void = 0 ORDER BY {order}"):
                     sha.update(repr(_without_wall_times(row) if table == "steps" else row).encode())
         return sha.hexdigest()
 
@@ -257,13 +251,13 @@ class Ledger:
             ]
         return replace(proof, ok=proof.ok and not problems, problems=[*problems, *proof.problems])
 
-    def recurrence(self) -> list[Recurrence]:
-        """Return how often zero-variance prompts repeat, by epochs between; see `winnow.record.recurrence`."""
-        with self._reading() as db:
-            return recurrence(db)
-
     def _refuse_damage(self) -> None:
-        if found := damage(self._db):
+        """Raise LedgerError on changed and missing rows; some 7 s for a million rollouts.
+
+        Opening the ledger has checked the structure of the file.
+        """
+        found = [problem for table in COLUMNS for problem in damaged_rows(self._db, table)]
+        if found:
             raise LedgerError(damaged(self.path, "; ".join(found)))
 
     def _up_to(self, mark: Mapping[str, Any]) -> tuple[dict[str, _Prefix], dict[str, dict[str, Any]]]:

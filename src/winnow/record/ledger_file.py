@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from ..base.files import private_file
@@ -68,23 +68,17 @@ def open_file(path: Path, read_only: bool) -> sqlite3.Connection:
         raise FileNotFoundError(f"{path}: no such ledger; check that its folder is a run directory")
     if not read_only and not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: cannot create a ledger: the folder does not exist; create it first")
-    try:
-        connection = connect(path, read_only)
-    except sqlite3.Error as error:
-        raise LedgerError(f"{path}: cannot open: {error}.") from error
-    try:
-        _check(path, connection, read_only)
-    except sqlite3.OperationalError as error:
-        connection.close()
-        raise LedgerError(
-            f"{path}: cannot use: {error}. Is another process using this run directory, or the file damaged?"
-        ) from error
-    except UNREADABLE as error:
-        connection.close()
-        raise LedgerError(damaged(path, error)) from error
-    except BaseException:
-        connection.close()
-        raise
+    with ExitStack() as stack:
+        try:
+            connection = stack.enter_context(closing(connect(path, read_only)))
+            _check(path, connection, read_only)
+        except sqlite3.OperationalError as error:
+            raise LedgerError(
+                f"{path}: cannot open: {error}. Is another process using this run directory, or the file damaged?"
+            ) from error
+        except UNREADABLE as error:
+            raise LedgerError(damaged(path, error)) from error
+        stack.pop_all()
     return connection
 
 
@@ -109,15 +103,12 @@ def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
     if empty or application_id != APPLICATION_ID:
         what = "is empty" if empty else "is an SQLite file but not a Winnow ledger"
         raise LedgerError(f"{path}: {what}. Name another run directory, or move this file away.")
-    if version > SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
+        newer = version > SCHEMA_VERSION
+        remedy = "Upgrade winnow-rl" if newer else "Finish its run with winnow-rl 0.1, or start a new run directory"
         raise LedgerError(
-            f"{path}: written by a newer Winnow (ledger schema {version}, this one reads {SCHEMA_VERSION}). "
-            "Upgrade winnow-rl to read it."
-        )
-    if version < SCHEMA_VERSION:
-        raise LedgerError(
-            f"{path}: written by an earlier Winnow (ledger schema {version}, without checksums; this one has "
-            f"{SCHEMA_VERSION}). Read it and finish its run with winnow-rl 0.1, or start a new run directory."
+            f"{path}: written by {'a newer' if newer else 'an earlier'} Winnow (ledger schema {version}, this one has "
+            f"{SCHEMA_VERSION}). {remedy}."
         )
     if found := schema_damage(db):
         raise LedgerError(damaged(path, found))

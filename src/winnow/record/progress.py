@@ -76,7 +76,7 @@ class Display:
         if self._live:
             self._progress.update(self._bar, completed=step)
             workers = workers_table(metrics, self._restarts, nodes or {})
-            self._live.update(Group(self._table(metrics), fate_line(self._tokens), *workers, self._progress))
+            self._live.update(Group(self._line(step, metrics), fate_line(self._tokens), *workers, self._progress))
         elif evaluated is not None or time.monotonic() - self._last_line > LINE_EVERY_S or step == self._max_steps:
             self._last_line = time.monotonic()
             self.console.print(self._line(step, metrics), highlight=False)
@@ -95,24 +95,9 @@ class Display:
         if "sampler/ready" in metrics:
             count = sum(name.startswith("sampler/") for name in workers_in(metrics))
             parts.append(f"{metrics['sampler/ready']:.0f} of {count} samplers")
-        if "eval/avg@n" in metrics:
+        if self._evaluation:
             parts.append(self._evaluation)
         return "  ".join(parts)
-
-    def _table(self, metrics: Mapping[str, float]) -> Table:
-        table = Table.grid(padding=(0, 2))
-        table.add_row(
-            _bold("reward ", f"{metrics.get('reward', 0.0):.3f}"),
-            _bold("zero-variance ", f"{metrics.get('frac_reward_zero_std', 0.0):.0%}"),
-            _bold("length ", f"{metrics.get('completions/mean_length', 0.0):.1f}"),
-            _bold("", f"{metrics.get('tokens_per_second', 0.0):,.0f}", " tok/s"),
-            self._evaluation,
-        )
-        return table
-
-
-def _bold(before: str, value: str, after: str = "") -> Text:
-    return Text.assemble(before, (value, "bold"), after)
 
 
 def fate_line(tokens: Mapping[str, int]) -> Text:

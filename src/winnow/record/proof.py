@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Group as Lines
 from rich.console import RenderableType
@@ -15,6 +14,7 @@ from rich.text import Text
 from ..base.files import from_json
 from ..base.sanitize import visible
 from ..types import Fate
+from .rows import first_few
 from .rule_audits import RuleAudits, audited_rules, rules_table
 
 FATES = tuple(fate.value for fate in Fate)
@@ -27,9 +27,6 @@ FAILURES = (
 """Reason, prompt and count of failed rollouts."""
 PROBE = "probe"
 """Rollouts that compare engine and learner: a row of the totals, and a key of the meta table."""
-SHOWN = 5
-"""Problems of one kind that are listed; the rest are counted."""
-
 _FURTHEST = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS, Fate.FILTERED, Fate.CUT, Fate.PRUNED, Fate.FAILED)
 
 
@@ -51,9 +48,9 @@ class Proof:
 
 
 def group_fate(fates: Iterable[str]) -> str:
-    """Return the fate of a visit: that of the member that got furthest."""
+    """Return the fate of a visit: that of the member that got furthest; empty if no fate is known."""
     found = set(fates)
-    return next(fate.value for fate in _FURTHEST if fate in found)
+    return next((fate.value for fate in _FURTHEST if fate in found), "")
 
 
 def totals(db: sqlite3.Connection) -> dict[str, dict[str, float]]:
@@ -110,15 +107,10 @@ def verify(db: sqlite3.Connection) -> Proof:
         facts["max_lag"] = int(max_lag)
     elif "max_lag" in meta:
         problems.append(f"max_lag in the meta table is not a whole number: {max_lag!r}")
-    db.create_function("furthest", 1, _furthest)
+    db.create_function("furthest", 1, lambda members: group_fate(members.split(",")))
     for query, message in CHECKS:
-        problems += _report(message, db.execute(query, facts).fetchall())
+        problems += first_few([message.format(*row) for row in db.execute(query, facts)], "like it")
     problems += _voids(db)
-    try:
-        rules = audited_rules(db)
-    except ValueError as error:
-        rules = {}
-        problems.append(str(error))
     count = lambda query: int(db.execute(query).fetchone()[0])  # noqa: E731
     return Proof(
         ok=not problems,
@@ -130,24 +122,8 @@ def verify(db: sqlite3.Connection) -> Proof:
         in_flight=count("SELECT COUNT(*) FROM visit_fates WHERE fate IS NULL"),
         restarts=count("SELECT COUNT(*) FROM restarts"),
         finished=finished,
-        rules=rules,
+        rules=audited_rules(db),
     )
-
-
-def _report(message: str, rows: Sequence[Sequence[Any]]) -> Iterator[str]:
-    """Yield `message.format(*row)` for the first `SHOWN` rows, then a count of the others."""
-    for row in rows[:SHOWN]:
-        yield message.format(*row)
-    if len(rows) > SHOWN:
-        yield f"... and {len(rows) - SHOWN} more like it"
-
-
-def _furthest(members: str) -> str:
-    """Return `group_fate` of comma-separated fates; empty if one of them is unknown."""
-    fates = members.split(",")
-    if not set(_FURTHEST).issuperset(fates):
-        return ""
-    return group_fate(fates)
 
 
 CHECKS = (

@@ -7,10 +7,8 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .ledger_file import UNREADABLE
-
 SHOWN = 5
-"""Damaged rows of one table that are named; the rest are counted."""
+"""Problems of one kind that are listed; the rest are counted."""
 
 COLUMNS = {
     "meta": "key, value",
@@ -46,22 +44,8 @@ def checksum(row: tuple[Any, ...]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(row).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def damage(db: sqlite3.Connection) -> list[str]:
-    """Return missing rows and rows that are not as they were written; some 7 s for a million rollouts.
-
-    Opening the ledger has checked the structure of the file.
-    """
-    found: list[str] = []
-    try:
-        for table in COLUMNS:
-            found += damaged_rows(db, table)
-    except UNREADABLE as error:
-        found.append(str(error))
-    return found
-
-
 def damaged_rows(db: sqlite3.Connection, table: str) -> Iterator[str]:
-    """Yield the damaged rows of one table."""
+    """Yield missing rows of a table, and rows that are not as they were written."""
     number = NUMBERED.get(table)
     if number:
         rows, last = db.execute(f"SELECT COUNT(*), COALESCE(MAX({number}), 0) FROM {table}").fetchone()
@@ -70,7 +54,12 @@ def damaged_rows(db: sqlite3.Connection, table: str) -> Iterator[str]:
     key = number or "key"
     query = f"SELECT {key}, checksum, {COLUMNS[table]} FROM {table} ORDER BY {key}"
     wrong = [row[0] for row in db.execute(query) if checksum(row[2:]) != row[1]]
-    for name in wrong[:SHOWN]:
-        yield f"{table}, {key} {name}: not what was written (its checksum differs)"
-    if len(wrong) > SHOWN:
-        yield f"... and {len(wrong) - SHOWN} more rows of {table}"
+    problems = [f"{table}, {key} {name}: not what was written (its checksum differs)" for name in wrong]
+    yield from first_few(problems, f"rows of {table}")
+
+
+def first_few(problems: Sequence[str], kind: str) -> Iterator[str]:
+    """Yield the first `SHOWN` problems of a kind, then a count of the others."""
+    yield from problems[:SHOWN]
+    if len(problems) > SHOWN:
+        yield f"... and {len(problems) - SHOWN} more {kind}"

@@ -98,7 +98,7 @@ class Tally:
         return zero / self.judged if self.judged else None
 
     def failed_share(self) -> float:
-        return self.failed.total / max(self.rollouts, 1)
+        return self.failed.counts.total() / max(self.rollouts, 1)
 
     def metrics(self) -> dict[str, float]:
         step_time = time.monotonic() - self._started

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..methods.filter import Filter
 from ..methods.group_kind import GroupJudge
@@ -60,18 +59,6 @@ class Limits:
     """Reasons of failed rollouts that do not count towards `max_failed_share`."""
 
 
-class _Rejected(NamedTuple):
-    """A group that a refill rejected."""
-
-    name: str
-    """Prompt and reason."""
-    lacks: bool
-    """Whether rewards are missing."""
-    teaches: bool
-    """Whether it had a signal and the filter rejected it."""
-    kind: GroupKind
-
-
 class StopConditions:
     """Counts groups and steps without a signal. Each `of_...` returns the error that stops the run, or None.
 
@@ -80,46 +67,50 @@ class StopConditions:
 
     def __init__(self, judge: GroupJudge, limits: Limits, filter_: Filter, refill_round: int) -> None:
         self._judge, self._limits, self._filter, self._refill_round = judge, limits, filter_, refill_round
-        self._rejected: list[_Rejected] = []
-        """Consecutive groups that a refill rejected."""
+        self.begin_step()
         self.skipped_steps = 0
         """Consecutive steps without a signal."""
         self.solved_steps = 0
         """The latest consecutive ones in which every group was solved."""
 
     def begin_step(self) -> None:
-        self._rejected = []
+        self._rejected: list[str] = []
+        """Prompts and reasons of consecutive groups that a refill rejected."""
+        self._easy = self._lacking = self._teaching = 0
+        """Number of them that are solved, lack rewards, or had a signal that the filter rejected."""
 
     accepted = begin_step
 
     def rejected(self, group: Group, reason: str, refusal: str | None) -> None:
         """Count a group that a refilling filter rejected, or that was refused before it (`refusal`)."""
         first = next((r.reason for r in group.rollouts if r.reason), reason)
-        lacks, teaches = group.verdict.keep and refusal is not None, refusal is None and self._judge.teaches(group)
-        self._rejected.append(_Rejected(f"{group.prompt.id} ({first})", lacks, teaches, self._judge.kind(group)))
+        self._rejected.append(f"{group.prompt.id} ({first})")
+        self._easy += self._judge.kind(group) is GroupKind.EASY
+        self._lacking += group.verdict.keep and refusal is not None
+        self._teaching += refusal is None and self._judge.teaches(group)
 
     def of_refill(self, step: int) -> RunStoppedError | None:
         """Stop a refill that adds nothing; accepted groups are still trained."""
         rounds, n = self._filter.max_refill_rounds, len(self._rejected)
         if not self._filter.refill or n < rounds * self._refill_round:
             return None
-        if all(group.kind is GroupKind.EASY for group in self._rejected):
+        if self._easy == n:
             return TaskSolvedError(f"step {step}: solved: every rollout of {n} groups in a row had the full reward")
         said, remedy = (
             f"{n} groups in a row had no signal",
             "The prompts are too easy or too hard for this policy: use other prompts, more num_generations, or "
             "filter: keep_all",
         )
-        if teaching := sum(group.teaches for group in self._rejected):
-            said = f"{n} groups in a row were rejected, {teaching} of them with a signal"
+        if self._teaching:
+            said = f"{n} groups in a row were rejected, {self._teaching} of them with a signal"
             remedy = "Check what the filter requires"
-        elif lacking := sum(group.lacks for group in self._rejected):
-            said = f"of {n} groups in a row {lacking} had missing rewards, and the others no signal"
-            remedy = "Find out why rollouts fail" if 2 * lacking > n else remedy
+        elif self._lacking:
+            said = f"of {n} groups in a row {self._lacking} had missing rewards, and the others no signal"
+            remedy = "Find out why rollouts fail" if 2 * self._lacking > n else remedy
         remedy += self._unknown()
         return RunStoppedError(
             f"step {step}: {said} (max_refill_rounds={rounds}), so the batch cannot be filled; the last were: "
-            f"{'; '.join(group.name for group in self._rejected[-5:])}. {remedy}"
+            f"{'; '.join(self._rejected[-5:])}. {remedy}"
         )
 
     def of_failures(self, step: int, tally: Tally, prompts_per_step: int) -> RunStoppedError | None:
@@ -180,7 +171,7 @@ class StopConditions:
                 "mask_truncated_completions leaves those out of the loss; no other completion had a gradient. Raise "
                 "max_completion_length, or set mask_truncated_completions: false"
             )
-        if not groups and tally.failed.total and tally.refused.total() == tally.groups:
+        if not groups and tally.failed.counts.total() and tally.refused.total() == tally.groups:
             (reason, count), (cause, failed) = tally.refused.most_common(1)[0], tally.failed.most_common()[0]
             return (
                 f"none of the {tally.groups} groups could be trained on ({count}x: {reason}), because "

@@ -7,12 +7,11 @@ was never updated, a constant reward, an evaluation that did not run, a learning
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 
-from ..base.files import from_json
 from ..config import RunConfig
-from .collapse import EssWatch
+from .collapse import PATIENCE, ess_message, ess_of, low_ess
 
 Metrics = Mapping[str, float]
 GAP = "sampling/sampling_logp_difference/mean"
@@ -42,7 +41,8 @@ class Watchdogs:
         self._config = config
         self._in_threads = in_threads
         self._first_gap = first_gap
-        self._ess = EssWatch()
+        self._updates: deque[Metrics] = deque(maxlen=PATIENCE)
+        """The latest updates, to see whether few rollouts dominate them."""
         self._same: dict[str, tuple[float, int]] = {}
         """Constant reward of each function and its consecutive steps; reported once, at `SAME_STEPS`."""
         self._constant: set[str] = set()
@@ -71,7 +71,10 @@ class Watchdogs:
         return message
 
     def _low_ess(self, row: Metrics) -> str | None:
-        return self._ess.message if self._ess.observe(row) else None
+        if ess_of(row) is not None:
+            self._updates.append(row)
+        spell = low_ess(self._updates)
+        return ess_message(spell) if spell else None
 
     def _old_weights(self, row: Metrics) -> str | None:
         if GAP not in row or row.get("lag/max", 0) > 0 or self._config.num_iterations > 1:
@@ -156,16 +159,3 @@ class Watchdogs:
             f"held-out rewards average {reward:.2f}, but only {right:.0%} reach 1, which counts as right by default. "
             "If right answers get less (a penalty, partial credit), set `success: {at_least: X}`"
         )
-
-
-def first_gap(metrics: Path) -> float | None:
-    """Return the gap of engine and learner at the first step that has it, else None."""
-    with metrics.open("rb") as lines:
-        for line in lines:
-            try:
-                row = from_json(line)
-            except ValueError:
-                continue  # its damage is reported elsewhere
-            if GAP in row:
-                return float(row[GAP])
-    return None

@@ -21,8 +21,8 @@ from typing import Any
 
 from ..base.files import from_json
 from ..base.intervals import MIN_SEEDS, Estimate, mean_interval
-from ..config import suggestion
-from .compare_data import CompareError, Point, RunData, methods_of, read_run_data, single_runs
+from ..config import ConfigError, suggestion
+from .compare_data import Point, RunData, methods_of, read_run_data, single_runs
 
 SAME_EVALUATION = (
     *("env", "eval_prompts", "eval_generations", "eval_temperature", "eval_top_p", "eval_top_k", "success"),
@@ -83,20 +83,20 @@ def compare(runs: Sequence[str | Path], seeds: bool = True, baseline: str | None
 
     `baseline` names a method; default: the first one given. Without `seeds` every run is a method, compared with the
     baseline's run whatever its seed. With `seeds`, unfinished runs are refused, since a mean over unequal budgets is no
-    figure of a method. Without `seeds` they count as far as they got, with a note. Raises CompareError naming the runs,
-    LedgerError, FileNotFoundError.
+    figure of a method. Without `seeds` they count as far as they got, with a note. Raises ConfigError naming the runs,
+    RunDirectoryError, LedgerError, FileNotFoundError.
     """
     if len(runs) < 2:
-        raise CompareError("a comparison needs at least two run directories")
+        raise ConfigError("a comparison needs at least two run directories")
     read = [read_run_data(Path(run)) for run in runs]
     unfinished = [run for run in read if not run.finished]
     if unfinished and seeds:
         names = ", ".join(str(run.path) for run in unfinished)
-        raise CompareError(f"not finished: {names}; finish with `winnow resume`, leave out, or compare without --seeds")
+        raise ConfigError(f"not finished: {names}; finish with `winnow resume`, leave out, or compare without --seeds")
     methods = methods_of(read) if seeds else single_runs(read)
     baseline = baseline or next(iter(methods))
     if baseline not in methods:
-        raise CompareError(f"--baseline: there is no method '{baseline}'.{suggestion(baseline, list(methods))}")
+        raise ConfigError(f"--baseline: there is no method '{baseline}'.{suggestion(baseline, list(methods))}")
     k = max(set.intersection(*(set(run.pass_at) for run in read)))
     measures = _measures(k)
     pair = (lambda run: run.seed) if seeds else (lambda run: 0)

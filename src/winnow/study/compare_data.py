@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ..base.files import bytes_of, from_json
-from ..config import MethodSpec, RunConfig
+from ..config import ConfigError, MethodSpec, RunConfig
 from ..record.ledger import Ledger
 from ..record.proof import FATES
-from ..record.records import CONFIG, LEDGER, METRICS, MOST_CONFIG
+from ..record.records import LEDGER, METRICS, read_config
 from .report_data import Row, merge_steps, read_lines
 
 PASSED = "eval/pass@1"
@@ -23,10 +22,6 @@ _DEFAULTS = {name: f.default for name, f in RunConfig.model_fields.items() if no
 _OF_A_SEED = {"seed", "output_dir", "model", "threads", "tokens_per_microbatch", "gradient_checkpointing"}
 """Keys that may differ between seeds of one method or between machines, without effect on results."""
 _METHODS = [name for name, f in RunConfig.model_fields.items() if f.annotation == MethodSpec]
-
-
-class CompareError(ValueError):
-    """Runs that cannot be compared; the message names them and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +60,19 @@ class RunData:
 
 
 def read_run_data(path: Path) -> RunData:
-    """Read a run. Raises CompareError if `path` is no run directory or was never evaluated, LedgerError if damaged."""
+    """Read a run. Raises RunDirectoryError if it is none, ConfigError if never evaluated, LedgerError if damaged."""
     notes: list[str] = []
-    try:
-        config = from_json(bytes_of(path / CONFIG, MOST_CONFIG))
-        if not isinstance(config, dict):
-            raise ValueError("not a JSON object")
-        int(config.get("seed", 0))
-        if "success_reward" in config:  # written by version 0.2
-            least = config.pop("success_reward")
-            config["success"] = None if least == 1 else {"function": None, "at_least": least}
-    except (OSError, ValueError, TypeError, OverflowError) as error:
-        raise CompareError(f"{path}: not a run directory ({CONFIG}: {error}); name the output_dir of a run") from None
+    config = read_config(path)
+    if "success_reward" in config:  # written by version 0.2
+        least = config.pop("success_reward")
+        config["success"] = None if least == 1 else {"function": None, "at_least": least}
     rows = merge_steps(read_lines(path / METRICS, notes))
     curve = _curve(rows)
     if not curve:
         remedy = "train it with eval_steps set"
         if any("eval/avg@n" in row for row in rows):
             remedy = "nothing told right answers from others; train it with success set"
-        raise CompareError(f"{path}: has no held-out evaluation to compare ({PASSED}); {remedy}")
+        raise ConfigError(f"{path}: has no held-out evaluation to compare ({PASSED}); {remedy}")
     last = [row for row in rows if PASSED in row][-1]
     found = {name: re.fullmatch(r"eval/pass@([0-9]+)", name) for name in last}
     with Ledger.open(path / LEDGER, read_only=True) as ledger:
@@ -133,7 +122,7 @@ def methods_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
 
     Those keys are `seed`, `output_dir`, `model` (the seed's warm start), a selector's `profile` of that model, and
     `threads`, `tokens_per_microbatch` and `gradient_checkpointing`, which `auto` chooses by the machine. Raises
-    CompareError on a seed twice in a method, and on runs of a method that were evaluated at different steps.
+    ConfigError on a seed twice in a method, and on runs of a method that were evaluated at different steps.
     """
     grouped: dict[str, list[RunData]] = {}
     for run in runs:
@@ -173,11 +162,11 @@ def _check_method(runs: Sequence[RunData]) -> None:
     for run in runs:
         other = by_seed.setdefault(run.seed, run)
         if other is not run:
-            raise CompareError(f"{other.path} and {run.path}: the same method with the same seed {run.seed}; keep one")
+            raise ConfigError(f"{other.path} and {run.path}: the same method with the same seed {run.seed}; keep one")
         first = runs[0]
         steps, wanted = [p.step for p in run.curve], [p.step for p in first.curve]
         if not _alike(run, first):
-            raise CompareError(
+            raise ConfigError(
                 f"{first.path} and {run.path}: one method, evaluated at different steps ({_steps(wanted)}; "
                 f"{_steps(steps)}); train them alike, or compare them without --seeds"
             )
@@ -192,17 +181,13 @@ def _common_name(runs: Sequence[RunData]) -> str:
     """Return `greso` for greso-s0 and greso-s1, or for greso/s0 and greso/s1."""
     for parts in ([run.path.resolve().name for run in runs], [run.path.resolve().parent.name for run in runs]):
         bare = {re.sub(rf"[-_.](?:seed|s)?[-_.=]?0*{r.seed}$", "", name) for r, name in zip(runs, parts, strict=True)}
-        name = bare.pop() if len(bare) == 1 else _common_start(parts)
+        name = bare.pop() if len(bare) == 1 else os.path.commonprefix(parts)  # noqa: RUF071
         name = re.sub(r"(?:^|[-_.])(?:seed|s)?[-_.=]*$", "", name)
         if len(runs) == 1 and re.fullmatch(rf"(?:seed|s)?[-_.=]?0*{runs[0].seed}", name):
             continue
         if name:
             return name
     return "method"
-
-
-def _common_start(names: Sequence[str]) -> str:
-    return "".join(c[0] for c in takewhile(lambda c: len(set(c)) == 1, zip(*names, strict=False)))
 
 
 def _unused(name: str, used: Mapping[str, Any]) -> str:

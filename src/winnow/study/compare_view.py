@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.console import Group as Lines
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,31 +24,22 @@ LABEL_WIDTH, METHOD_WIDTH = 24, 18
 """Terminal columns to which a measure's label is wrapped, and columns that a method needs."""
 
 
-def render(found: Comparison) -> RenderableType:
+def render(found: Comparison, width: int) -> RenderableType:
     """Return one row per measure, one column per method: the mean, and below it the comparison with the baseline.
 
-    Methods that do not fit side by side go to further tables below.
+    Methods that do not fit side by side into `width` terminal columns go to further tables below.
     """
+    longest = max(len(m.label) for m in found.measures)
+    per_table = max(1, (width - min(longest, LABEL_WIDTH)) // METHOD_WIDTH)
+    parts = [found.methods[start : start + per_table] for start in range(0, len(found.methods), per_table)]
     explained = (
         f"mean [95% interval]; below it the paired difference (or ratio, ×) to {visible(found.baseline)}. {CAUTION}"
     )
     return Lines(
-        _Tables(found),
+        *(_table(found, part) for part in parts),
         Text(explained, style="dim"),
         *(Text(f"note: {visible(note)}", style="yellow") for note in found.notes),
     )
-
-
-@dataclass(frozen=True)
-class _Tables:
-    found: Comparison
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        methods = self.found.methods
-        longest = max(len(m.label) for m in self.found.measures)
-        per_table = max(1, (options.max_width - min(longest, LABEL_WIDTH)) // METHOD_WIDTH)
-        for start in range(0, len(methods), per_table):
-            yield _table(self.found, methods[start : start + per_table])
 
 
 def _table(found: Comparison, methods: Sequence[MethodResult]) -> Table:
@@ -112,8 +102,11 @@ def write_page(found: Comparison, output: Path) -> None:
 
 
 def _curve(method: MethodResult) -> dict[str, list[float]]:
-    """Return mean, lowest and highest pass@1 over seeds at each evaluation, and the mean tokens sampled so far."""
-    points = list(zip(*(run.curve for run in method.runs), strict=True))
+    """Return mean, lowest and highest pass@1 over seeds at each evaluation, and the mean tokens sampled so far.
+
+    It ends with the shortest curve, since a run that solves its task has fewer evaluations.
+    """
+    points = list(zip(*(run.curve for run in method.runs), strict=False))
     points = points[:: max(1, -(-len(points) // MAX_POINTS))]
     passed_PS = np.array([[p.passed for p in at] for at in points])
     tokens_P = np.array([[p.tokens for p in at] for at in points]).mean(axis=1)

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from ..base.sanitize import visible
 from ..config import build_options, read_settings, validate
-from ..engine.loading import quiet_transformers
 from ..engine.pretrained import PRETRAINED
 from ..engine.pretrained import get as get_model
 from ..record.failures import failures_of
@@ -39,7 +38,6 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
     A recipe with `warm_start` makes its model; another's is fetched. Overrides are `key=value` of the recipe. Returns
     `summary`.
     """
-    quiet_transformers()
     model_dir, run_dir = output / "warm-start", output / "run"
     with as_file(files("winnow.study") / "assets" / RECIPES[recipe]) as file:
         values = read_settings(file, overrides, {"seed": 0, "model": str(model_dir)})

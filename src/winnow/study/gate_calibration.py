@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 import numpy as np
 import yaml
 
+from ..config import ConfigError
 from ..methods.gate.divergence import TERMINATION, config_entry
 from .gate_effect import Effect, SweepRow, check_horizon, effect
 from .gate_search import Choice, Plan, Search
-from .gate_tables import Groups, Recorded, ReplayError, can_be_cut, rows_by_type, some
+from .gate_tables import Groups, Recorded, can_be_cut, rows_by_type, some
 
 RESAMPLES = 1_000
 
@@ -54,17 +55,17 @@ class Calibration:
 def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0) -> Calibration:
     """Choose a plan, and judge every group by the choice made without its fold.
 
-    Raises ReplayError when no plan meets the bound, with fewer groups than folds, when the Ks of the table hold
+    Raises ConfigError when no plan meets the bound, with fewer groups than folds, when the Ks of the table hold
     different groups, and on missing columns that the search needs.
     """
     groups = aligned(recorded)
     n, t_max = len(next(iter(groups.values()))), search.t_max
     _check(groups, search)
     if n < folds:
-        raise ReplayError(f"{n} groups cannot be split into {folds} folds; record more")
+        raise ConfigError(f"{n} groups cannot be split into {folds} folds; record more")
     plan = search.plan(groups)
     if not plan.cuts:
-        raise ReplayError(
+        raise ConfigError(
             f"no threshold of any signal has {search.bound} with any cut; allow more, or record more groups"
         )
     fold_N = np.empty(n, int)
@@ -93,7 +94,7 @@ def calibrate(recorded: Groups, search: Search, *, folds: int = 5, seed: int = 0
 
 
 def aligned(recorded: Groups) -> dict[int, Recorded]:
-    """Return the same groups in one order at every K. Raises ReplayError when the Ks hold different ones."""
+    """Return the same groups in one order at every K. Raises ConfigError when the Ks hold different ones."""
     ks = sorted(recorded)
     first = recorded[ks[0]]
     place = {task: i for i, task in enumerate(first.columns["task_id"])}
@@ -101,7 +102,7 @@ def aligned(recorded: Groups) -> dict[int, Recorded]:
     for k in ks:
         at = recorded[k]
         if odd := set(place) ^ set(at.columns["task_id"]):
-            raise ReplayError(
+            raise ConfigError(
                 f"{at.source}: K = {first.k} and K = {k} hold different groups, e.g. '{min(odd)}', so their savings "
                 "cannot be compared; record every group at every K, or choose one with --k"
             )
@@ -113,7 +114,7 @@ def _check(groups: Groups, search: Search) -> None:
     for at in groups.values():
         check_horizon(at, search.t_max)
         if search.or_rule and (at.left_N is None or TERMINATION not in at.columns):
-            raise ReplayError(
+            raise ConfigError(
                 f"{at.source}: the OR rule is chosen by the steps really saved, since who has ended saves none; it "
                 f"needs the columns steps, steps_k and {TERMINATION}"
             )

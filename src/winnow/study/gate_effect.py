@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from ..config import ConfigError
 from ..methods.gate.divergence import TERMINATION, Rule, fires
-from .gate_tables import Groups, Recorded, ReplayError
+from .gate_tables import Groups, Recorded
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def sweep(
     """Return one row per evaluation step and threshold (the paper's table 1); rules: `gate.divergence.fires`.
 
     As in the paper every group under the threshold counts as cut, also one that has ended by then and cannot be cut.
-    `t_max`: the most steps an episode may take. Raises ReplayError on an unknown signal or k >= t_max.
+    `t_max`: the most steps an episode may take. Raises ConfigError on an unknown signal or k >= t_max.
     """
     rows = []
     for at in recorded.values():
@@ -116,4 +117,4 @@ def sweep(
 
 def check_horizon(at: Recorded, t_max: int) -> None:
     if at.k >= t_max:
-        raise ReplayError(f"K = {at.k} is not below t_max = {t_max}: nothing is left to save; leave it out with --k")
+        raise ConfigError(f"K = {at.k} is not below t_max = {t_max}: nothing is left to save; leave it out with --k")

@@ -1,6 +1,6 @@
-"""Figures of `winnow gate`: PNG, SVG or PDF, by the file name. Colours are Okabe and Ito's, safe for colour blindness.
+"""Figures of `winnow gate`: PNG, SVG or PDF, by the file name, which `check` has checked.
 
-Every function raises ReplayError when matplotlib is not installed, or the file has another ending.
+Colours are Okabe and Ito's, safe for colour blindness.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from ..base.errors import ConfigError
 from ..base.install import install
 from .gate_calibration import Calibration
 from .gate_effect import SweepRow
-from .gate_tables import Correlation, Groups, ReplayError
+from .gate_tables import Correlation, Groups
 
 ENDINGS = (".png", ".svg", ".pdf")
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
@@ -24,21 +25,20 @@ MARKS = "os^Dv"
 
 
 def check(path: Path) -> None:
-    """Check the file name before any computation. Raises ReplayError."""
+    """Check the file name before any computation. Raises ConfigError."""
     if path.suffix not in ENDINGS:
-        raise ReplayError(f"--picture {path}: a picture's name ends in {', '.join(ENDINGS)}")
+        raise ConfigError(f"--picture {path}: a picture's name ends in {', '.join(ENDINGS)}")
     if not path.parent.is_dir():
-        raise ReplayError(f"--picture {path}: its folder does not exist; make it first")
+        raise ConfigError(f"--picture {path}: its folder does not exist; make it first")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise ReplayError(f"--picture needs matplotlib; {install('gate')}") from None
+        raise ConfigError(f"--picture needs matplotlib; {install('gate')}") from None
 
 
 @contextmanager
 def _figure(path: Path, width: float, height: float, **options: Any) -> Iterator[Any]:
     """Yield the axes of a figure of that size in inches, then write it. Needs no screen."""
-    check(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -74,7 +74,7 @@ def separation(recorded: Groups, rows: Sequence[Correlation], path: Path) -> Non
     """Draw how well signals separate groups, and the values of the best one."""
     known = [r for r in rows if r.auroc is not None]
     if not known:
-        raise ReplayError("there is nothing to draw: no step has both groups with variance and groups without")
+        raise ConfigError("there is nothing to draw: no step has both groups with variance and groups without")
     best = max(known, key=lambda r: r.auroc or 0)
     names = list(dict.fromkeys(r.signal for r in rows))
     with _figure(path, 11, 4.2, ncols=3, width_ratios=(1, 1, 1.25)) as (left, middle, right):

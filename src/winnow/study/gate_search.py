@@ -13,10 +13,11 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
+from ..config import ConfigError
 from ..methods.gate.divergence import TERMINATION, OfType, fires
 from ..methods.gate.refit import between
 from .gate_effect import savings
-from .gate_tables import Groups, ReplayError, rows_by_type, some
+from .gate_tables import Groups, rows_by_type, some
 
 ROUNDS = 4
 """Passes over all pairs of steps; more have never helped."""
@@ -112,7 +113,7 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.or_rule and (self.most > 1 or self.per_task_type):
-            raise ReplayError("--steps above 1 and --per-task-type go without --or-rule; leave it out")
+            raise ConfigError("--steps above 1 and --per-task-type go without --or-rule; leave it out")
 
     def plan(self, recorded: Groups) -> Plan:
         types: dict[str, Choice | None] = {}

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from ..base.install import install
-from ..config import suggestion
+from ..config import ConfigError, suggestion
 from ..env.row_files import read_file
 from ..methods.gate.divergence import TERMINATION
 from ..methods.gate.signals import SIGNALS
@@ -43,10 +43,6 @@ TYPES: dict[str, Any] = {
     **dict.fromkeys(SIGNALS, Annotated[float, Field(ge=0, le=1)]),
 }
 """Columns that are read, and their values."""
-
-
-class ReplayError(ValueError):
-    """An unusable table, or a question it cannot answer; the message names file, column or line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +101,9 @@ class Recorded:
         return self.columns.get(TERMINATION, np.zeros(len(self))) < 1
 
     def signal(self, name: str) -> np.ndarray:
-        """Return a signal's column. Raises ReplayError when it is missing, with the nearest column name."""
+        """Return a signal's column. Raises ConfigError when it is missing, with the nearest column name."""
         if name not in self.signals:
-            raise ReplayError(f"{self.source}: there is no signal '{name}'.{suggestion(name, list(self.signals))}")
+            raise ConfigError(f"{self.source}: there is no signal '{name}'.{suggestion(name, list(self.signals))}")
         return self.columns[name]
 
     def only(self, rows_M: np.ndarray) -> Recorded:
@@ -125,9 +121,9 @@ def some(recorded: Groups, rows_M: np.ndarray) -> dict[int, Recorded]:
 
 
 def rows_by_type(at: Recorded) -> dict[str, np.ndarray]:
-    """Return the indices of each task type's groups. Raises ReplayError when the table has no types."""
+    """Return the indices of each task type's groups. Raises ConfigError when the table has no types."""
     if "task_type" not in at.columns:
-        raise ReplayError(f"{at.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
+        raise ConfigError(f"{at.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
     types_N = at.columns["task_type"]
     return {kind: np.flatnonzero(types_N == kind) for kind in sorted(set(types_N))}
 
@@ -135,7 +131,7 @@ def rows_by_type(at: Recorded) -> dict[str, np.ndarray]:
 def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) -> dict[int, Recorded]:
     """Return a CSV, JSONL or Parquet table, or that of a run directory, as {K: groups}, ascending.
 
-    `mapping`: our name -> the column's name in the file. A signal may also be called `<name>_mean`. Raises ReplayError
+    `mapping`: our name -> the column's name in the file. A signal may also be called `<name>_mean`. Raises ConfigError
     (a missing column, a cell that is empty, no number or out of range, a label that contradicts the rewards, a group
     twice at one K, no rows) and FileNotFoundError.
     """
@@ -143,7 +139,7 @@ def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) ->
     names, rows = _read(path)
     ours = _columns(path, names, mapping or {})
     if not rows:
-        raise ReplayError(f"{path}: the table has no rows")
+        raise ConfigError(f"{path}: the table has no rows")
     checked = _checked(path, rows, ours)
     columns = {}
     for name in ours:
@@ -163,7 +159,7 @@ def _read(path: Path) -> tuple[list[str], Sequence[Mapping[str, Any]]]:
     if path.is_dir():
         path = path / GATE
         if not path.is_file():
-            raise ReplayError(
+            raise ConfigError(
                 f"{path}: absent; runs of many turns write it, with gates only if audited. Give such a run, or a table"
             )
     if not path.is_file():
@@ -178,12 +174,12 @@ def _read(path: Path) -> tuple[list[str], Sequence[Mapping[str, Any]]]:
             rows = []
             for row in reader:
                 if None in row:
-                    raise ReplayError(f"{path}, line {reader.line_num}: {len(row[None])} more cells than columns")
+                    raise ConfigError(f"{path}, line {reader.line_num}: {len(row[None])} more cells than columns")
                 rows.append(row)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ReplayError(f"{path}: not a CSV, JSONL or Parquet table: {error}") from None
+        raise ConfigError(f"{path}: not a CSV, JSONL or Parquet table: {error}") from None
     if not names:
-        raise ReplayError(f"{path}: the table is empty")
+        raise ConfigError(f"{path}: the table is empty")
     return names, rows
 
 
@@ -191,9 +187,9 @@ def _columns(path: Path, there: Sequence[str], mapping: Mapping[str, str]) -> di
     """Return our name -> the name in the file, for every column present."""
     for name, column in mapping.items():
         if name not in TYPES:
-            raise ReplayError(f"--map {name}={column}: '{name}' is no column we read.{suggestion(name, list(TYPES))}")
+            raise ConfigError(f"--map {name}={column}: '{name}' is no column we read.{suggestion(name, list(TYPES))}")
         if column not in there:
-            raise ReplayError(
+            raise ConfigError(
                 f"{path}: --map {name}={column}: there is no column '{column}'.{suggestion(column, there)}"
             )
     names = dict(mapping)
@@ -204,12 +200,12 @@ def _columns(path: Path, there: Sequence[str], mapping: Mapping[str, str]) -> di
     for name in REQUIRED:
         if name not in names:
             hint = suggestion(name, there)
-            raise ReplayError(f"{path}: there is no column '{name}'.{hint} Name it with --map {name}=COLUMN")
+            raise ConfigError(f"{path}: there is no column '{name}'.{hint} Name it with --map {name}=COLUMN")
     if not any(name in SIGNALS for name in names):
-        raise ReplayError(f"{path}: there is no column of a signal; the signals are {', '.join(SIGNALS)}")
+        raise ConfigError(f"{path}: there is no column of a signal; the signals are {', '.join(SIGNALS)}")
     for column in set(names.values()):
         if there.count(column) > 1:
-            raise ReplayError(f"{path}: there are {there.count(column)} columns '{column}'; keep one")
+            raise ConfigError(f"{path}: there are {there.count(column)} columns '{column}'; keep one")
     return names
 
 
@@ -227,20 +223,20 @@ def _checked(path: Path, rows: Sequence[Mapping[str, Any]], names: Mapping[str, 
         except ValidationError as error:
             wrong = error.errors()[0]
             column = wrong["loc"][0]
-            raise ReplayError(
+            raise ConfigError(
                 f"{where}: '{column}': {wrong['msg']} (got {values.get(str(column))!r:.50}); correct it, or leave the "
                 "group out"
             ) from None
         if "steps" in names and "steps_k" in names and row.steps_k > row.steps:
-            raise ReplayError(f"{where}: steps_k, the steps within the first K, exceeds steps")
+            raise ConfigError(f"{where}: steps_k, the steps within the first K, exceeds steps")
         before = first.setdefault((row.K, row.task_id), number)
         if before != number:
-            raise ReplayError(
+            raise ConfigError(
                 f"{where}: task '{row.task_id}' at K = {row.K} is in row {before} already; a group has one row an "
                 "evaluation step (make task_id unique if it was visited twice)"
             )
         if "label" in names and (row.label == "mixed") == (row.reward_var <= ZERO):
-            raise ReplayError(
+            raise ConfigError(
                 f"{where}: label '{row.label}' contradicts a reward variance of {row.reward_var:g}; correct one"
             )
         checked.append(row)
@@ -276,7 +272,7 @@ class Correlation:
 def correlate(recorded: Groups, *, by_task_type: bool = False) -> list[Correlation]:
     """Return one row per evaluation step and signal; with `by_task_type` for each type alone.
 
-    Raises ReplayError when the table has no types, or scipy is not installed.
+    Raises ConfigError when the table has no types, or scipy is not installed.
     """
     rows = []
     for at in recorded.values():
@@ -293,7 +289,7 @@ def _correlation(at: Recorded, signal: str, task_type: str | None) -> Correlatio
     try:
         from scipy import stats
     except ImportError:
-        raise ReplayError(f"rank correlations need scipy; {install('gate')}") from None
+        raise ConfigError(f"rank correlations need scipy; {install('gate')}") from None
     value_N, variance_N, zero_N, w_N = at.columns[signal], at.columns["reward_var"], at.zero_N, at.weights_N
     zero, teaching = float(w_N[zero_N].sum()), float(w_N[~zero_N].sum())
     rank_N, other_N = midranks(value_N, w_N), midranks(variance_N, w_N)

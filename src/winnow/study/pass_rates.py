@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.bar import Bar
-from rich.console import Console, RenderableType
-from rich.console import Group as Lines
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from ..base.failpoint import failpoint
 from ..base.files import from_json, write_json
@@ -34,7 +32,7 @@ from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
 from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, summary
 from ..methods.success import Success, require_decided
-from ..rollout.evaluate import RolloutsFailedError
+from ..rollout.evaluate import RollOut, RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
 from ..run.build import Policy, build_task, sampling_params
 from ..run.build_methods import build_success
@@ -76,8 +74,7 @@ def profile_model(
         with ProfileFile(path, key, {"model": name, "task": task.name}) as file:
             cached = file.has(wanted)
             if not cached:
-                profiler = Profiler(roll_out)
-                _fill(file, profiler, wanted, success, n, console or Console(quiet=True))
+                _fill(file, roll_out, wanted, success, n, console or Console(quiet=True))
             rates = [file.rates[p.id] for p in wanted if p.id in file.rates]
             return {
                 "profile": str(path),
@@ -210,7 +207,7 @@ def _short(value: Any) -> str:
 
 
 def _fill(
-    file: ProfileFile, profiler: Profiler, prompts: Sequence[Prompt], success: Success, n: int, console: Console
+    file: ProfileFile, roll_out: RollOut, prompts: Sequence[Prompt], success: Success, n: int, console: Console
 ) -> None:
     """Fill the file by chunks with fixed borders, so that a resumed file has the same batches."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -221,7 +218,7 @@ def _fill(
             todo = [p for p in prompts[max(start, file.tried) : stop] if p.id not in file.rates]
             if not todo:
                 continue
-            before = {name: getattr(profiler, name) for name in COSTS}
+            profiler = Profiler(roll_out)
             try:
                 rates = list(profiler.run(todo, n=n, success=success))
                 require_decided(success)
@@ -235,16 +232,14 @@ def _fill(
                     f"none of the {n * len(todo)} rollouts of the first {len(todo)} prompts could be judged; "
                     f"first cause: {cause}"
                 )
-            cost = {name: getattr(profiler, name) - before[name] for name in COSTS}
-            file.append(rates, tried=stop, cost=cost)
+            file.append(rates, tried=stop, cost={name: getattr(profiler, name) for name in COSTS})
             s = summary(list(file.rates.values()))
             text = f"dead {s['dead']}  in band {s['in_band']}  solved {s['solved']}"
             progress.update(bar, completed=stop, description=text)
 
 
-def render(result: Mapping[str, Any]) -> RenderableType:
-    """Return a histogram of pass rates and the figures, for a terminal."""
-    counts: Mapping[str, int] = result["histogram"]
+def bars_of(counts: Mapping[str, int]) -> Table:
+    """Return a histogram of pass rates for a terminal."""
     most, total = max(*counts.values(), 1), max(sum(counts.values()), 1)
     bars = Table("pass rate", "", "prompts", "", box=None, padding=(0, 1), header_style="dim")
     for label, count in counts.items():
@@ -253,8 +248,4 @@ def render(result: Mapping[str, Any]) -> RenderableType:
         bars.add_row(name, Bar(most, 0, count, width=40, color=color), str(count), f"{count / total:.1%}")
     for column, justify in zip(bars.columns, ("right", "left", "right", "right"), strict=True):
         column.justify = justify  # type: ignore[assignment]
-    figures = Table.grid(padding=(0, 2))
-    for name, value in result.items():
-        if name != "histogram":
-            figures.add_row(name, Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
-    return Lines(bars, "", figures)
+    return bars

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
@@ -70,8 +70,7 @@ def _said(runs: Sequence[Run], points: int, share: float) -> dict[str, Any]:
     return {
         "title": "Winnow: " + ", ".join(run.name for run in runs),
         "fates": [*FATES, "void"],
-        "cards": _cards(runs[0]) if len(runs) == 1 else [],
-        "comparison": _comparison(runs) if len(runs) > 1 else None,
+        "cards": [_cards(run) for run in runs],
         "differences": _differences(runs),
         "runs": [_run_data(run, points, share) for run in runs],
     }
@@ -195,35 +194,6 @@ def _card(label: str, value: str, note: str, ok: bool | None = None) -> Card:
     return {"label": label, "value": value, "note": note, "state": "" if ok is None else "good" if ok else "bad"}
 
 
-def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return a table of runs; the best figure of a column is marked where better has a direction."""
-    level = min((max(_series(run.evaluations, "eval/pass@1"), default=0.0) for run in runs), default=0.0)
-    measures: list[tuple[str, Callable[[Run], float | None], Callable[[float], str], int]] = [
-        ("steps", lambda r: float(len(r.rows)), lambda v: f"{v:,.0f}", 0),
-        ("pass@1 at the start", lambda r: _end(r, 0), lambda v: f"{v:.3f}", 0),
-        ("pass@1 at the end", lambda r: _end(r, -1), lambda v: f"{v:.3f}", 1),
-        ("best pass@1", lambda r: max(_series(r.evaluations, "eval/pass@1"), default=None), lambda v: f"{v:.3f}", 1),
-        ("reward, last tenth", lambda r: _late(r, "reward"), lambda v: f"{v:.3f}", 1),
-        ("tokens sampled", lambda r: sum(r.tokens.get(f, 0) for f in FATES) or None, count_text, 0),
-        ("of them trained", _trained_share, lambda v: f"{v:.0%}", 1),
-        ("zero-variance, last tenth", lambda r: _late(r, "frac_reward_zero_std"), lambda v: f"{v:.0%}", 0),
-        ("wall clock", lambda r: r.rows[-1]["seconds_total"] if r.rows else None, _duration, 0),
-    ]
-    if level > 0:
-        measures += [
-            (f"tokens to pass@1 {level:.3f}", lambda r: _reached(r, level, "num_tokens"), count_text, -1),
-            (f"time to pass@1 {level:.3f}", lambda r: _reached(r, level, "seconds_total"), _duration, -1),
-        ]
-    rows: list[list[dict[str, Any]]] = [[] for _ in runs]
-    for _, measure, text, better in measures:
-        values = [measure(run) for run in runs]
-        known = [v * better for v in values if v is not None]
-        for cells, value in zip(rows, values, strict=True):
-            best = bool(better and value is not None and len(set(known)) > 1 and value * better == max(known))
-            cells.append({"text": "–" if value is None else text(value), "best": best})
-    return {"head": [name for name, *_ in measures], "rows": rows}
-
-
 def _differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Return configuration keys on which the runs differ, and their values, one per run."""
     flats = [dict(_flat(run.config or {})) for run in runs]
@@ -249,26 +219,6 @@ def _tell_apart(runs: Sequence[Run], paths: Sequence[Path]) -> None:
 
 def _series(rows: Sequence[dict[str, float]], key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
-
-
-def _end(run: Run, index: int) -> float | None:
-    values = _series(run.evaluations, "eval/pass@1")
-    return values[index] if values else None
-
-
-def _late(run: Run, key: str) -> float | None:
-    values = _series(run.rows, key)
-    return _mean(values[-_tenth(values) :]) if values else None
-
-
-def _trained_share(run: Run) -> float | None:
-    sampled = sum(run.tokens.get(fate, 0) for fate in FATES)
-    return run.tokens.get("trained", 0) / sampled if sampled else None
-
-
-def _reached(run: Run, level: float, axis: str) -> float | None:
-    """Return where on `axis` the held-out pass@1 first was at least `level`."""
-    return next((row[axis] for row in run.evaluations if row.get("eval/pass@1", -1.0) >= level), None)
 
 
 def _tenth(values: Sequence[float]) -> int:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from ..base.redact import redact
 from ..base.sanitize import plain, visible
 from ..methods.base import Chart
 from ..methods.pass_rates import BINS, histogram, read_profile, summary
-from ..record import recurrence
 from ..record.collapse import off_policy_marks
 from ..record.ledger import Ledger, LedgerError
 from ..record.proof import verdict
@@ -76,7 +76,9 @@ def read_run(path: Path, *, max_samples: int) -> Run:
         problem = f"it has none of {', '.join(known)}" if path.is_dir() else "there is no such folder"
         raise ValueError(f"{path}: not a run directory: {problem}. Name the output_dir of a run.")
     run = Run(name=visible(path.resolve().name))
-    run.config = _read_config(path / "config.json", run.notes)
+    run.config = _read_json(path / "config.json", run.notes, _config)
+    if not (path / "config.json").is_file():
+        run.notes.append("config.json is missing.")
     if run.config is not None:
         run.begun = date.fromtimestamp((path / "config.json").stat().st_mtime).isoformat()
     run.profile = _read_profile((run.config or {}).get("selector"))
@@ -87,8 +89,9 @@ def read_run(path: Path, *, max_samples: int) -> Run:
     run.evaluations = [row for row in merged if any(k.startswith("eval/") for k in row)]
     _read_ledger(path / "ledger.sqlite", run)
     run.warnings = _warnings(path / WARNINGS, run.notes)
-    run.prompt = _read_prompt(path / PROMPT, run.notes)
-    run.charts = _read_charts(path / CHARTS, {key for row in run.rows for key in row}, run.notes)
+    run.prompt = _read_json(path / PROMPT, run.notes, _prompt)
+    charts = _read_json(path / CHARTS, run.notes, partial(CHART_LIST.validate_json, strict=True))
+    run.charts = _shown_charts(charts or [], {key for row in run.rows for key in row})
     run.samples = thin_samples(read_lines(path / "samples.jsonl", run.notes), max_samples)
     return run
 
@@ -134,25 +137,20 @@ def _take_reliability(rows: Sequence[Row]) -> dict[str, Any] | None:
     return {"points": [[round(v, 4) for v in point] for point in points], "caption": caption}
 
 
-def _redacted(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _redacted(v) for key, v in value.items()}
-    return (
-        [_redacted(v) for v in value] if isinstance(value, list) else redact(value) if isinstance(value, str) else value
-    )
-
-
-def _read_config(path: Path, notes: list[str]) -> dict[str, Any] | None:
+def _read_json(path: Path, notes: list[str], read: Callable[[bytes], Any]) -> Any:
+    """Return what `read` makes of a file; None if it is absent, or damaged, which is noted."""
     if not path.is_file():
-        notes.append("config.json is missing.")
         return None
     try:
-        config = from_json(bytes_of(path, MOST_CONFIG).decode("utf-8", "replace"))
-    except (OSError, ValueError) as error:
-        notes.append(f"config.json cannot be read: {visible(str(error))}.")
+        return read(bytes_of(path, MOST_CONFIG))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        notes.append(f"{path.name} cannot be read: {visible(str(error))}.")
         return None
-    config = plain(config)
-    return _redacted(config if isinstance(config, dict) else {"config": config})
+
+
+def _config(content: bytes) -> dict[str, Any]:
+    config = plain(from_json(content.decode("utf-8", "replace")), lambda text: visible(redact(text)))
+    return config if isinstance(config, dict) else {"config": config}
 
 
 def _read_profile(selector: Any) -> dict[str, Any] | None:
@@ -171,15 +169,9 @@ def _read_profile(selector: Any) -> dict[str, Any] | None:
     return {"labels": list(BINS), "counts": histogram(rates), "caption": visible(caption)}
 
 
-def _read_prompt(path: Path, notes: list[str]) -> dict[str, str] | None:
-    if not path.is_file():
-        return None
-    try:
-        found = from_json(bytes_of(path, MOST_CONFIG).decode("utf-8", "replace"))
-        text, tokens, name = str(found["text"]), int(found["tokens"]), str(found["id"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        notes.append(f"{path.name} cannot be read: {visible(str(error))}.")
-        return None
+def _prompt(content: bytes) -> dict[str, str]:
+    found = from_json(content.decode("utf-8", "replace"))
+    text, tokens, name = str(found["text"]), int(found["tokens"]), str(found["id"])
     if len(text) > LONGEST_PROMPT:
         text = f"{text[: LONGEST_PROMPT // 2]}\n[...]\n{text[-LONGEST_PROMPT // 2 :]}"
     follows = f"; {found['follows']} follows" if found.get("follows") else ""
@@ -187,15 +179,8 @@ def _read_prompt(path: Path, notes: list[str]) -> dict[str, str] | None:
     return {"text": visible(redact(text)), "caption": visible(caption)}
 
 
-def _read_charts(path: Path, metrics: set[str], notes: list[str]) -> list[dict[str, Any]]:
-    """Return charts of a run's methods, of the `metrics` that it logged; empty for runs of older versions."""
-    if not path.is_file():
-        return []
-    try:
-        charts = CHART_LIST.validate_json(bytes_of(path, MOST_CONFIG), strict=True)
-    except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read: {visible(str(error))}.")
-        return []
+def _shown_charts(charts: Sequence[Chart], metrics: set[str]) -> list[dict[str, Any]]:
+    """Return charts of a run's methods, of the `metrics` that it logged."""
     found = []
     for chart in charts[:MOST_CHARTS]:
         lines = [[metric, visible(name)] for metric, name in chart.lines.items() if metric in metrics]
@@ -268,15 +253,13 @@ def _read_ledger(path: Path, run: Run) -> None:
     try:
         found = marks(path.parent)
         with Ledger.open(path, read_only=True) as ledger:
-            result, again = ledger.verify(found), ledger.recurrence()
+            result = ledger.verify(found)
     except (LedgerError, CheckpointError, OSError) as error:
         run.notes.append(f"ledger.sqlite cannot be used: {visible(str(error).replace(str(path), path.name))}")
         return
     run.proof = {"ok": result.ok, "verdict": verdict(result), "problems": [visible(p) for p in result.problems]}
     if result.rules:
         run.proof["rules"] = {"head": HEAD, "rows": [[visible(cell) for cell in row] for row in rows(result.rules)]}
-    if again:
-        run.proof["again"] = {"head": recurrence.HEAD, "rows": recurrence.rows(again)}
     run.totals = result.totals
     untrained = ("in_flight", "evaluation", "probe")
     run.tokens = {name: row["tokens"] for name, row in result.totals.items() if name not in untrained}

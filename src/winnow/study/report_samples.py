@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ..base.sanitize import plain, visible
@@ -63,7 +63,7 @@ class _Thinned:
 
     def spread(self, n: int) -> list[dict[str, Any]]:
         step = max(1, len(self.kept) / n)
-        return list(islice((self.kept[int(i * step)] for i in range(n) if int(i * step) < len(self.kept)), n))
+        return [self.kept[int(i * step)] for i in range(min(n, len(self.kept)))]
 
 
 def _sample(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,19 +38,14 @@ class Policy:
 
     logit_N: np.ndarray
     """Of each prompt's rate at the start."""
-    growth: float
-    """Logits of ability that 1,000 groups with a signal add."""
     ability: float = 0.0
 
     def rates(self) -> np.ndarray:
         """Return the probability that a rollout of each prompt is right, float64 [N]."""
         return 1.0 / (1.0 + np.exp(-(self.logit_N + self.ability)))
 
-    def learn(self, groups: int) -> None:
-        self.ability += self.growth * groups / 1000
 
-
-def policy_of(prompts: Sequence[Prompt], profile: Mapping[str, PassRate], growth: float, seed: int) -> Policy:
+def policy_of(prompts: Sequence[Prompt], profile: Mapping[str, PassRate], seed: int) -> Policy:
     """Return a policy whose rates are draws from the posteriors of a profile.
 
     Prompts that the profile lacks get draws for random ones of it. Raises ConfigError when it has none of them.
@@ -63,7 +58,7 @@ def policy_of(prompts: Sequence[Prompt], profile: Mapping[str, PassRate], growth
     of_each = [profile.get(prompt.id) or known[draws.integers(len(known))] for prompt in prompts]
     right, wrong = np.array([[rate.correct, rate.n - rate.correct] for rate in of_each], dtype=np.float64).T
     rate_N = np.clip(draws.beta(right + shape[0], wrong + shape[1]), EDGE, 1 - EDGE)
-    return Policy(np.log(rate_N / (1 - rate_N)), growth)
+    return Policy(np.log(rate_N / (1 - rate_N)))
 
 
 def _beta(rates: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
@@ -111,21 +106,6 @@ class Rewards:
         return Group(job.visit, rollouts)
 
 
-@dataclass
-class Signal:
-    """Sums over a run: squared deviations of rewards from their group's mean, and what an oracle would have had."""
-
-    trained: float = 0.0
-    oracle: float = 0.0
-
-    def add(self, groups: Sequence[Group], rates: np.ndarray, best: int) -> None:
-        """Add a batch. The oracle rolls out the `best` prompts with the largest expected signal, in every step."""
-        sizes = [len(group.rollouts) for group in groups]
-        self.trained += float(sum(np.var(group.rewards()) * size for group, size in zip(groups, sizes, strict=True)))
-        spread = np.sort(rates * (1 - rates))[-best:]
-        self.oracle += float(spread.mean() * (np.mean(sizes) - 1) / np.mean(sizes)) if sizes else 0.0
-
-
 def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 1) -> dict[str, Any]:
     """Simulate the run of a configuration; return tokens by fate, signal, and the oracle's.
 
@@ -137,7 +117,7 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
             "gates: they decide by tokens and states of rollouts, of which a simulation has none; remove it"
         )
     task = build_task(c.env)
-    source = Rewards(policy_of(task.train, read_profile(profile), growth, c.seed), length, c.seed)
+    source = Rewards(policy_of(task.train, read_profile(profile), c.seed), length, c.seed)
     m = build_methods(c, task.train)
     if m.advantage.greedy_baseline:
         raise ConfigError(
@@ -145,7 +125,7 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
         )
     if any(m.selector.wants_profile(step) for step in range(1, c.max_steps)):
         raise ConfigError("selector: it asks for new pass rates during the run, of which a simulation has none")
-    signal, started, step = Signal(), time.perf_counter(), 0
+    trained, oracle, started, step = 0.0, 0.0, time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as folder, Ledger.open(Path(folder) / LEDGER) as ledger:
         reuse = None
         if c.reuse is not None:
@@ -156,15 +136,16 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
             if not batch.groups:
                 break
             teaching = sum(m.judge.teaches(group) for group in batch.trained_on)
-            signal.add(batch.groups, source.policy.rates(), c.prompts_per_step)
+            trained += float(sum(np.var(group.rewards()) * len(group.rollouts) for group in batch.groups))
+            oracle += _best_signal(source.policy.rates(), c.prompts_per_step, batch.groups)
             collector.trained(step, batch.groups, {"updated": float(teaching > 0)})
             collector.end_step(step, batch.trained_on, {})
-            source.policy.learn(teaching)
+            source.policy.ability += growth * teaching / 1000
             step += 1
             source.version = step
         collector.close(step, [])
         found = _account(ledger)
-    per_token, best = signal.trained / max(1, found["tokens"]), signal.oracle / max(1, step) / length
+    per_token, best = trained / max(1, found["tokens"]), oracle / max(1, step) / length
     return {
         "steps": step,
         "stopped": str(collector.stop or ""),
@@ -175,6 +156,13 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
         "mean_rate": float(source.policy.rates().mean()),
         "seconds": round(time.perf_counter() - started, 2),
     }
+
+
+def _best_signal(rates: np.ndarray, best: int, groups: Sequence[Group]) -> float:
+    """Return squared deviations a rollout if groups of these sizes were of the `best` most promising prompts."""
+    size = np.mean([len(group.rollouts) for group in groups])
+    spread = np.sort(rates * (1 - rates))[-best:]
+    return float(spread.mean() * (size - 1) / size)
 
 
 def _unchanged(groups: Sequence[Group]) -> list[np.ndarray]:

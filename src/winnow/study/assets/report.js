@@ -109,7 +109,7 @@ const report = (data, view) => {
     return el("div", { class: "scroll" }, el("table", { class: kind },
       el("thead", {}, el("tr", {}, ...head.map((h) => el("th", {}, h)))),
       el("tbody", {}, ...rows.map((row, n) => el("tr", {}, el("td", {}, first(row, n)), ...row.slice(1).map((cell, i) =>
-        el("td", { class: cell.best ? "best" : false, "data-label": head[i + 1] }, cell.text ?? cell)))))));
+        el("td", { "data-label": head[i + 1] }, cell)))))));
   }
 
   function totalsCard() {
@@ -125,17 +125,13 @@ const report = (data, view) => {
   }
 
   function proofSection() {
-    const tables = ({ rules, again }) => [
-      ...(rules ? [el("h3", {}, "What the rules got wrong"), table(rules.head, rules.rows, (row) => row[0], "cards"),
-        el("p", { class: "soft" }, "Estimates from removals that were overridden at random, with 95% intervals.")] : []),
-      ...(again ? [el("h3", {}, "Prompts without signal, visited again"), table(again.head, again.rows, (row) => row[0], "cards"),
-        el("p", { class: "soft" }, "Of the visits of a prompt whose groups had no signal at its visit before: the share that had none again.")] : [])];
-    const more = (proof) => {
-      const found = proof ? tables(proof) : [];
-      if (!found.length) return null;
-      const names = found.filter((node) => node.tagName === "H3").map((node) => node.textContent);
-      return several ? el("details", { class: "rules" }, el("summary", {}, names.join(" · ")), ...found) : el("div", { class: "rules" }, ...found);
+    const rulesTable = ({ rules }) => {
+      const title = "What the rules got wrong";
+      const found = [el("h3", {}, title), table(rules.head, rules.rows, (row) => row[0], "cards"),
+        el("p", { class: "soft" }, "Estimates from removals that were overridden at random, with 95% intervals.")];
+      return several ? el("details", { class: "rules" }, el("summary", {}, title), ...found) : el("div", { class: "rules" }, ...found);
     };
+    const more = (proof) => (proof?.rules ? rulesTable(proof) : null);
     return section("proof", "Proof of the ledger", ...runs.map((run) => el("div", { class: "card" },
       several ? el("h3", { dir: "auto" }, run.name) : null,
       run.proof ? el("p", { class: run.proof.ok ? "good" : "bad" }, run.proof.verdict) : el("p", { class: "soft" }, "No proof: there is no readable ledger."),
@@ -171,11 +167,17 @@ const report = (data, view) => {
         : el("p", { class: "soft" }, `${several ? `${run.name}: n` : "N"}o configuration to show.`))));
   }
 
-  function comparison() {
-    if (!data.comparison) return null;
-    const { head, rows } = data.comparison;
+  /** The headline figures: tiles of one run, a table of several. */
+  function figures() {
+    if (!several) {
+      return el("div", { class: "cards" }, ...data.cards[0].map((c) => el("div", { class: "card" },
+        el("div", { class: "label" }, c.label), el("div", { class: `value ${c.state}` }, c.value), el("div", { class: "note" }, c.note))));
+    }
+    const labels = [...new Set(data.cards.flat().map((c) => c.label))];
+    const value = (cards, label) => cards.find((c) => c.label === label)?.value ?? "–";
+    const rows = data.cards.map((cards, n) => [runs[n].name, ...labels.map((label) => value(cards, label))]);
     return el("div", { class: "card", style: "margin-top:20px" },
-      table(["run", ...head], rows.map((row, n) => [runs[n].name, ...row]), (row, n) => key(row[0], runColor(n)), "cards"));
+      table(["run", ...labels], rows, (row, n) => key(row[0], runColor(n)), "cards"));
   }
 
   /** Pass rates of the training prompts that the selector went by, for the runs that have such a profile. */
@@ -246,8 +248,7 @@ const report = (data, view) => {
     app.replaceChildren(
       el("header", {}, el("div", { class: "brand" }, "Winnow"), el("h1", { dir: "auto" }, several ? `${runs.length} runs compared` : heading.title),
         several ? null : el("p", { class: "soft", dir: "auto" }, heading.note)),
-      several ? comparison() : el("div", { class: "cards" }, ...data.cards.map((c) => el("div", { class: "card" },
-        el("div", { class: "label" }, c.label), el("div", { class: `value ${c.state}` }, c.value), el("div", { class: "note" }, c.note)))),
+      figures(),
       warnings(), ...sections, reliabilitySection() || "", profileSection() || "", samples({ data, runs, several, section, runColor }), promptSection() || "", proofSection(), configSection(),
       el("footer", {}, "Drag over a chart to zoom, double-click to see all of it; arrow keys move along it. A legend's entries can be switched off. ",
         averaged > 1 ? `Long series are means over up to ${averaged} steps.` : ""));
