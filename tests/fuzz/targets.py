@@ -240,7 +240,7 @@ def _ledger(data: bytes, folder: Path) -> object:
     file.write_bytes(data)
     with Ledger.open(file, read_only=True) as ledger:
         proof = ledger.verify(found := marks(folder))
-        ledger.in_flight(), ledger.totals()
+        ledger.recurrence(), ledger.in_flight(), ledger.totals()
     whole = data == (_run() / "ledger.sqlite").read_bytes()
     assert proof.ok or not whole, f"a whole ledger was called damaged: {proof.problems}"
     with Ledger.open(file) as ledger:

@@ -33,6 +33,7 @@ from ..methods.group_kind import BY_REWARDS
 from ..types import Fate, Group, GroupKind, Rollout, Visit
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
 from .proof import FAILURES, PROBE, Proof, group_fate, probed, totals, verify
+from .recurrence import Recurrence, recurrence
 from .rows import COLUMNS, damaged_rows, insert
 
 _ORDER = {
@@ -250,6 +251,11 @@ class Ledger:
                 for difference in _differences(mark, self._up_to(mark)[1])
             ]
         return replace(proof, ok=proof.ok and not problems, problems=[*problems, *proof.problems])
+
+    def recurrence(self) -> list[Recurrence]:
+        """Return how often zero-variance prompts repeat, by epochs between; see `winnow.record.recurrence`."""
+        with self._reading() as db:
+            return recurrence(db)
 
     def _refuse_damage(self) -> None:
         """Raise LedgerError on changed and missing rows; some 7 s for a million rollouts.

@@ -22,6 +22,7 @@ from ..base.redact import redact
 from ..base.sanitize import plain, visible
 from ..methods.base import Chart
 from ..methods.pass_rates import BINS, histogram, read_profile, summary
+from ..record import recurrence
 from ..record.collapse import off_policy_marks
 from ..record.ledger import Ledger, LedgerError
 from ..record.proof import verdict
@@ -253,13 +254,15 @@ def _read_ledger(path: Path, run: Run) -> None:
     try:
         found = marks(path.parent)
         with Ledger.open(path, read_only=True) as ledger:
-            result = ledger.verify(found)
+            result, again = ledger.verify(found), ledger.recurrence()
     except (LedgerError, CheckpointError, OSError) as error:
         run.notes.append(f"ledger.sqlite cannot be used: {visible(str(error).replace(str(path), path.name))}")
         return
     run.proof = {"ok": result.ok, "verdict": verdict(result), "problems": [visible(p) for p in result.problems]}
     if result.rules:
         run.proof["rules"] = {"head": HEAD, "rows": [[visible(cell) for cell in row] for row in rows(result.rules)]}
+    if again:
+        run.proof["again"] = {"head": recurrence.HEAD, "rows": recurrence.rows(again)}
     run.totals = result.totals
     untrained = ("in_flight", "evaluation", "probe")
     run.tokens = {name: row["tokens"] for name, row in result.totals.items() if name not in untrained}

@@ -125,13 +125,17 @@ const report = (data, view) => {
   }
 
   function proofSection() {
-    const rulesTable = ({ rules }) => {
-      const title = "What the rules got wrong";
-      const found = [el("h3", {}, title), table(rules.head, rules.rows, (row) => row[0], "cards"),
-        el("p", { class: "soft" }, "Estimates from removals that were overridden at random, with 95% intervals.")];
-      return several ? el("details", { class: "rules" }, el("summary", {}, title), ...found) : el("div", { class: "rules" }, ...found);
+    const tables = ({ rules, again }) => [
+      ...(rules ? [el("h3", {}, "What the rules got wrong"), table(rules.head, rules.rows, (row) => row[0], "cards"),
+        el("p", { class: "soft" }, "Estimates from removals that were overridden at random, with 95% intervals.")] : []),
+      ...(again ? [el("h3", {}, "Prompts without signal, visited again"), table(again.head, again.rows, (row) => row[0], "cards"),
+        el("p", { class: "soft" }, "Of the visits of a prompt whose groups had no signal at its visit before: the share that had none again.")] : [])];
+    const more = (proof) => {
+      const found = proof ? tables(proof) : [];
+      if (!found.length) return null;
+      const names = found.filter((node) => node.tagName === "H3").map((node) => node.textContent);
+      return several ? el("details", { class: "rules" }, el("summary", {}, names.join(" · ")), ...found) : el("div", { class: "rules" }, ...found);
     };
-    const more = (proof) => (proof?.rules ? rulesTable(proof) : null);
     return section("proof", "Proof of the ledger", ...runs.map((run) => el("div", { class: "card" },
       several ? el("h3", { dir: "auto" }, run.name) : null,
       run.proof ? el("p", { class: run.proof.ok ? "good" : "bad" }, run.proof.verdict) : el("p", { class: "soft" }, "No proof: there is no readable ledger."),
