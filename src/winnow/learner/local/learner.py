@@ -32,7 +32,7 @@ from .loss_scale import LossScale
 from .merged import MergedWeights
 from .optimal_baseline_update import PooledGradients, RowByRow, batched_if_exact
 from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
-from .recompute import recomputing_if_exact
+from .recompute import recomputing
 from .reference import load_reference, mix, save_reference
 from .token_baselines import TokenBaselines
 from .update_stats import book, correction_weights, evidence, spread
@@ -120,9 +120,8 @@ class LocalLearner:
         self._own_head = head_is_linear(tried, n_tokens)
         self._share_prompts, self._recomputing = False, None
         if not self.options.gradient_checkpointing:
-            trial = tried, self._body(tried), n_tokens
-            self._share_prompts = can_share_prompts(*trial)
-            self._recomputing = recomputing_if_exact(*trial, self._causal_lm)
+            self._share_prompts = can_share_prompts(tried, self._body(tried), n_tokens)
+            self._recomputing = recomputing(self._causal_lm)
 
     def _place(self) -> None:
         """Hook for sharding weights over ranks; called once, before the optimizer is made."""
