@@ -7,6 +7,7 @@ of their prompt), and samples for all of them. Sequences live in the first n slo
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar
@@ -20,7 +21,6 @@ from ..base import Event, Finished, Request
 from ..facts import Facts
 from ..loading import ModelReference, resolve_device
 from ..sequences import SequenceEngine, Sequences
-from ..slots import Stopwatch
 from .backend import Output, Prefilled
 from .cache import Chunk, KVCache, padded, plan
 from .kept import Kept, KeptSequences
@@ -193,21 +193,22 @@ class LocalEngine(SequenceEngine):
     def _step(self) -> list[Event]:
         if self._released:
             raise RuntimeError("the engine's weights were released; call load_weights before the next step")
-        watch, sequences = Stopwatch(), self.sequences
+        started, sequences = time.perf_counter(), self.sequences
         table = sequences.table
         outputs = [self._decode()] if table.n else []
         outputs += self._admit()
         output = outputs[0] if len(outputs) == 1 else _concatenate(outputs)
         rows = slice(0, table.n)
         alarms = sequences.record(rows, sequences.draw(output.logits_NV, rows))
-        table.clock += watch.lap() / table.n
+        drawn_at = time.perf_counter()
+        table.clock += (drawn_at - started) / table.n
         events, ended = sequences.settle(
             np.flatnonzero(alarms).tolist(), lambda some: output.hidden_NH[self._to_device(np.array(some))]
         )
         for row in ended:
             self._keep(row)
         self._remove(ended)
-        table.clock += watch.lap() / max(table.n, 1)
+        table.clock += (time.perf_counter() - drawn_at) / max(table.n, 1)
         return events
 
     def _decode(self) -> Output:
