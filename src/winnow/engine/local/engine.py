@@ -77,28 +77,16 @@ class _Prompt:
 class LocalEngine(SequenceEngine):
     """Generates with a Hugging Face causal LM in this process; an `Engine`. Not thread-safe."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        slots: int = 256,
-        dtype: str | torch.dtype | None = None,
-        fixed_slots: bool = False,
-        max_length: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, device: torch.device | str | None = None, **options: Any) -> None:
         """Copy the weights of `model`, a `transformers` causal LM.
 
-        `slots`: sequences that run at once. `dtype`: `float32`, `bfloat16` or `float16`; default: the model's.
-        `fixed_slots`: compute every slot, so that results do not depend on what else runs. `max_length`: longest prompt
-        plus completion; default: the model's limit. `device`: default: the model's. Raises ValueError for a model
-        without an ordinary KV cache.
+        `device`: default: the model's. `options`: see `LocalOptions`. Raises ValueError for a model without an ordinary
+        KV cache.
         """
-        name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-        self.options = LocalOptions(slots, name, fixed_slots, max_length)
-        facts = Facts.of(model, tokenizer, max_length)
-        self._backend = make_backend(model, facts, name, device)
+        self.options = LocalOptions(**options)
+        slots, fixed_slots = self.options.slots, self.options.fixed_slots
+        facts = Facts.of(model, tokenizer, self.options.max_length)
+        self._backend = make_backend(model, facts, self.options.dtype, device)
         # Element-wise kernels compute what is left over after whole vectors in another way: leave nothing over.
         rows = -(-slots // FIXED_ROWS) * FIXED_ROWS if fixed_slots else slots
         self._cache = KVCache(self._backend.kv_shapes, rows, self._backend.dtype, self._backend.device)
