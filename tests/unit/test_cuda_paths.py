@@ -27,7 +27,6 @@ from winnow.engine.local.cache import plan
 from winnow.engine.local.models import make_backend
 from winnow.learner.base import Stats
 from winnow.learner.batch import Budget, micro_batches
-from winnow.learner.fsdp.rank import on_host
 from winnow.learner.fsdp.sharded import OPTIMIZER_FOLDER
 from winnow.learner.fsdp.shards import save_shards
 from winnow.learner.local import recompute
@@ -155,10 +154,7 @@ def test_a_rank_gives_tensors_of_the_host() -> None:
     with PretendCuda():
         there = torch.ones(2, device="cuda")
         stats = Stats({"loss": 1.0}, [there], [there], [there], [there])
-        found = on_host({"logp": [there], "pair": (there, 3), "stats": stats})
-        assert not any(tensor.is_cuda for tensor in (*found["logp"], found["pair"][0]))
-        assert found["pair"][1] == 3
-        host = found["stats"]
+        host = stats.on_host()
         tensors = host.log_w_B + host.log_ratio_N + host.baselines + host.row_norm_B
         assert len(tensors) == 4
         assert not any(tensor.is_cuda for tensor in tensors)

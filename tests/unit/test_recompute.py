@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import weakref
 from dataclasses import replace
@@ -41,7 +42,7 @@ def for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "WORTH", 0)
 
 
-MODELS = {"llama": llama, "qwen3": qwen3, "gemma2": gemma2, "gpt2": gpt2, "lora": adapted}
+MODELS = {"llama": llama, "qwen3": qwen3, "gemma2": gemma2, "lora": adapted}
 
 
 def siblings() -> list[Any]:
@@ -198,7 +199,9 @@ def test_a_norm_that_returns_more_than_a_tensor_does_without() -> None:
 
     model = llama()
     model.model.norm = Taken()
-    assert LocalLearner(model, TokenDistribution(VOCABULARY), LearnerOptions())._recomputing is None
+    found = LocalLearner(model, TokenDistribution(VOCABULARY), LearnerOptions())._recomputing
+    assert found is not None
+    assert model.model.norm.norm not in found._forwards
 
 
 def test_an_activation_with_parameters_keeps_their_gradients() -> None:
@@ -262,6 +265,42 @@ def test_a_saved_tensor_that_is_overwritten_is_an_error() -> None:
 def test_small_models_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "WORTH", 1_000_000)
     assert LocalLearner(llama(), TokenDistribution(VOCABULARY), LearnerOptions())._recomputing is None
+
+
+def test_models_without_gated_layers_do_without() -> None:
+    assert LocalLearner(gpt2(), TokenDistribution(VOCABULARY), LearnerOptions())._recomputing is None
+
+
+FAMILIES = ["Cohere", "Cohere2", "DeepseekV3", "Exaone4", "Gemma", "Gemma2", "Gemma3Text", "Granite", "Llama"]
+FAMILIES += ["Ministral3", "Mistral", "Olmo2", "Olmo3", "Qwen2", "Qwen3", "SmolLM3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_gated_layers_gives_the_same_gradients(family: str) -> None:
+    """`GATED` and the norms beside them are taken for pure functions: nothing is tried out in a run."""
+    torch.manual_seed(0)
+    heads = {"num_key_value_heads": SIZES["num_attention_heads"]} if family == "DeepseekV3" else {"head_dim": 8}
+    config = getattr(hf, f"{family}Config")(vocab_size=VOCABULARY, **SIZES | heads)
+    name = family.removesuffix("Text")
+    model = peaked(getattr(hf, f"{name}ForCausalLM")(config)).eval()
+    found = recompute.recomputing(model)
+    assert found is not None
+    kinds = {type(module).__name__ for module in found._forwards}
+    assert kinds & recompute.GATED
+    assert any("Norm" in kind for kind in kinds)
+
+    def of_update() -> list[torch.Tensor]:
+        model.zero_grad()
+        with found.forward() if again else contextlib.nullcontext():
+            total = model(input_ids=torch.arange(24).view(2, 12) % VOCABULARY, use_cache=False).logits.square().sum()
+        total.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    again = False
+    usual = of_update()
+    again = True
+    for one, other in zip(of_update(), usual, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
 def test_modules_are_as_they_were_afterwards_also_after_an_error() -> None:

@@ -43,9 +43,3 @@ def file_of(source: str | Path, name: str) -> Path | None:
     except Exception:  # no such model: loading it reports that
         return None
     return Path(found) if found else None
-
-
-def folder_of(source: str | Path) -> Path | None:
-    """Return the directory with a loaded model's files: its own, or the hub cache's."""
-    config = file_of(source, "config.json")
-    return config.parent if config else None

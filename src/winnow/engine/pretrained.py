@@ -13,10 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,7 +97,8 @@ def get(name: str, say: Say) -> dict[str, Any]:
         raise ConfigError(f"models: unknown name '{name}'.{nearest(name, list(PRETRAINED))}")
     directory = directory_of(name)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(directory):
+    with directory.with_name(f".{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another process that fetches it
         problem = damage(directory) if directory.exists() else "missing"
         if problem and directory.exists():
             say(f"{directory} is damaged ({problem}) and is made again")
@@ -128,22 +127,6 @@ def damage(directory: Path, *, digests: bool = True) -> str:
 def _manifest(directory: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     return manifest
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Hold the lock for creating this directory. Raises ConfigError if another process holds it too long."""
-    deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
-    with directory.with_name(f".{directory.name}.lock").open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"models: another process holds {file.name}; end it, and try again") from None
-                time.sleep(0.2)
-        yield
 
 
 def _make(model: Pretrained, directory: Path, say: Say) -> None:

@@ -11,7 +11,7 @@ LOWEST_TEMPERATURE = 1e-4
 
 
 def check_request(request: Request, vocab_size: int, max_length: int | None) -> None:
-    """Raise ValueError if the prompt or sampling parameters cannot be run."""
+    """Raise ValueError if prompt, sampling parameters or `report_at` cannot be run."""
     params, prompt, who = request.params, request.prompt_ids, f"request {request.id!r}"
     if not prompt:
         raise ValueError(f"{who}: the prompt is empty; it needs at least one token")
@@ -40,10 +40,6 @@ def check_request(request: Request, vocab_size: int, max_length: int | None) -> 
         raise ValueError(f"{who}: top_k must be >= 0 (0 turns it off), not {params.top_k}")
     if not all(params.stop):
         raise ValueError(f"{who}: a stop string is empty")
-
-
-def check_report_at(request: Request) -> None:
-    """Raise ValueError unless `report_at` is positive and ascending."""
     counts = request.report_at
     if any(a >= b for a, b in zip((0, *counts), counts, strict=False)):
-        raise ValueError(f"request {request.id!r}: report_at must be positive and ascending, not {counts}")
+        raise ValueError(f"{who}: report_at must be positive and ascending, not {counts}")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ..base.weights import state_once
 from ..config import ConfigError, SaveDtype
-from .hub import folder_of
+from .hub import file_of
 from .loading import whole_under
 
 Types = Mapping[str, SaveDtype]
@@ -33,9 +33,9 @@ NAMES: Mapping[torch.dtype, SaveDtype] = {
 
 def types_of(source: str | Path) -> dict[str, SaveDtype]:
     """Return the dtypes of a model's files (an adapter's base); empty if damaged, which loading reports."""
-    folder = folder_of(whole_under(source))
+    config = file_of(whole_under(source), "config.json")
     found: dict[str, SaveDtype] = {}
-    for file in sorted(folder.glob("*.safetensors")) if folder else []:
+    for file in sorted(config.parent.glob("*.safetensors")) if config else []:
         try:
             with safe_open(file, framework="pt") as tensors:
                 kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118

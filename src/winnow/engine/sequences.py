@@ -15,9 +15,9 @@ import torch
 from ..base.noise import uniform
 from ..base.repetition import penalized, seen
 from . import slots as col
-from .base import CAPABILITIES, Event, Finished, Request, SamplingParams
+from .base import CAPABILITIES, Event, Finished, Request
 from .facts import Facts
-from .requests import check_report_at, check_request
+from .requests import check_request
 from .sampling import Transform, confidence, raw_logp, sample
 from .slots import Drawn, Rows, SlotTable
 from .stops import StopTable
@@ -51,15 +51,10 @@ class Sequences:
         """Queue all requests, or raise and queue no request. Raises ValueError as `Engine.submit` does."""
         self.require_alive()
         new: dict[Hashable, Request] = {}
-        checked: set[tuple[tuple[int, ...], SamplingParams]] = set()
         for request in requests:
             if request.id in new or request.id in self.waiting or request.id in self.table.row_of:
                 raise ValueError(f"request id {request.id!r} is already in use")
-            kind = (request.prompt_ids, request.params)
-            if kind not in checked:
-                check_request(request, self.facts.vocab_size, self.facts.max_length)
-                checked.add(kind)
-            check_report_at(request)
+            check_request(request, self.facts.vocab_size, self.facts.max_length)
             new[request.id] = request
         for request in new.values():
             self._stops.add(request.params.stop)

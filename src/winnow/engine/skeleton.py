@@ -31,28 +31,27 @@ def unloaded(folder: Path) -> Any | None:
     if config.get_text_config() is not config:
         return None
     try:
-        held = _shapes(folder)
+        held = _held(folder)
         with torch.random.fork_rng(devices=[]), _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
     except Exception:  # the loader runs next and reports any error
         return None
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    wanted = {name: tuple(tensor.shape) for name, tensor in state_once(model).items()}
-    return model if all(held.get(name) == shape for name, shape in wanted.items()) else None
+    for name, tensor in state_once(model).items():
+        if name not in held or held[name][1] != tuple(tensor.shape):
+            return None
+    return model
 
 
 def in_files(model: Any, folder: Path) -> LazyState:
     """Return the state dict of an unloaded model; each lookup reads a tensor from its file."""
-    tied = tied_names(model)
-    files: dict[str, Path] = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            files |= dict.fromkeys(tensors.keys(), file)
+    tied, held = tied_names(model), _held(folder)
 
     def read(name: str) -> torch.Tensor:
         saved = tied.get(name, name)
-        with safe_open(files[saved], framework="pt") as tensors:
+        file, _ = held[saved]
+        with safe_open(file, framework="pt") as tensors:
             return cast(torch.Tensor, tensors.get_tensor(saved)).float()
 
     return LazyState(model.state_dict(), read)
@@ -78,12 +77,13 @@ def _exchange(model: nn.Module, old: list[nn.Parameter], new: list[nn.Parameter]
             module._parameters[name] = by_old.get(id(parameter), parameter)
 
 
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def _held(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Return the file and the shape of each tensor."""
     found = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                found[name] = tuple(tensors.get_slice(name).get_shape())
+                found[name] = file, tuple(tensors.get_slice(name).get_shape())
     return found
 
 
@@ -104,16 +104,11 @@ def _parameters_on_meta() -> Iterator[None]:
 def for_trials(model: Any, n_tokens: int, device: torch.device) -> tuple[Any, int]:
     """Return a model for trials of faster code paths, and its number of ids.
 
-    It is a small model of the same class if this one has no weights yet, or some in bfloat16.
+    It is a random model of the same class if this one has no weights yet, or some in bfloat16, with the fewest layers
+    and tokens that show its behaviour.
     """
     if not any(p.is_meta or p.dtype == torch.bfloat16 for p in model.parameters()):
         return model, n_tokens
-    model = stand_in(model, device)
-    return model, min(n_tokens, model.config.vocab_size)
-
-
-def stand_in(model: Any, device: torch.device) -> Any:
-    """Return a random model of the same class for trials, with the fewest layers and tokens that show its behaviour."""
     config = copy.deepcopy(model.config)
     kinds = getattr(config, "layer_types", None) or []
     layers = max([2, *(kinds.index(kind) + 1 for kind in kinds)])
@@ -123,4 +118,4 @@ def stand_in(model: Any, device: torch.device) -> Any:
     config.vocab_size, config.pad_token_id = min(config.vocab_size, TRIED_VOCABULARY), None
     with torch.random.fork_rng(devices=[]):
         made = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
-    return made.eval().to(device)
+    return made.eval().to(device), min(n_tokens, config.vocab_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -11,7 +10,6 @@ import numpy as np
 from ..base.noise import as_tensor
 from .base import Finished, Reached, Request
 
-NEVER = np.iinfo(np.int64).max
 TOKEN, POSITION, COUNT, KEY, TOP_K, ALARM, STOP_SET = range(7)
 DEVICE_ROWS = ALARM
 """Rows of `ints` before this one are read by the forward pass and the sampler."""
@@ -130,48 +128,32 @@ class SlotTable:
         _, top_p, min_p = self.floats[:, rows]
         return np.asarray((top_p < 1) | (min_p > 0) | (self.ints[TOP_K, rows] > 0))
 
-    def confidence_of(self, row: int) -> np.ndarray | None:
-        """Return a copy of a row's confidences so far, if requested."""
-        return self.confidence[row, : self.ints[COUNT, row]].copy() if self.confident[row] else None
-
-    def raw_logp_of(self, row: int) -> np.ndarray | None:
-        """Return a copy of a row's untransformed log-probabilities so far, if requested."""
-        return self.raw_logp[row, : self.ints[COUNT, row]].copy() if self.raw[row] else None
+    def _reported(self, row: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Return copies of a row's log-probabilities so far, and of its confidences and raw ones if requested."""
+        some = row, slice(int(self.ints[COUNT, row]))
+        confidence = self.confidence[some].copy() if self.confident[row] else None
+        raw_logp = self.raw_logp[some].copy() if self.raw[row] else None
+        return self.logp[some].copy(), confidence, raw_logp
 
     def reached(self, row: int, hidden: np.ndarray) -> Reached:
-        logp, more = self.sampled(row)[1].copy(), self.confidence_of(row)
-        return Reached(self.requests[row].id, len(logp), logp, hidden, more, self.raw_logp_of(row))
+        logp, confidence, raw_logp = self._reported(row)
+        return Reached(self.requests[row].id, len(logp), logp, hidden, confidence, raw_logp)
 
     def finished(self, row: int, reason: str, versions: np.ndarray, hidden: np.ndarray | None = None) -> Finished:
-        tokens, logp = self.sampled(row)
-        seconds, confidence = float(self.clock - self._clock_in[row]), self.confidence_of(row)
-        return Finished(
-            self.requests[row].id,
-            tokens.copy(),
-            logp.copy(),
-            versions,
-            reason,
-            seconds,
-            confidence,
-            hidden,
-            self.raw_logp_of(row),
-        )
-
-    def holes(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (targets, sources): the last surviving rows that fill the holes left by `rows`."""
-        rest = self.n - len(rows)
-        gone = set(rows)
-        targets = sorted(row for row in rows if row < rest)
-        sources = [row for row in range(rest, self.n) if row not in gone]
-        return np.array(targets, dtype=np.int64), np.array(sources, dtype=np.int64)
+        id_, tokens, seconds = self.requests[row].id, self.sampled(row)[0].copy(), self.clock - self._clock_in[row]
+        logp, confidence, raw_logp = self._reported(row)
+        return Finished(id_, tokens, logp, versions, reason, float(seconds), confidence, hidden, raw_logp)
 
     def remove(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Drop rows and close the holes; return the moves (targets, sources) that the cache must follow."""
-        targets, sources = self.holes(rows)
+        """Drop rows and fill the holes with the last rows; return the moves (targets, sources) for the cache."""
+        rest = self.n - len(rows)
+        gone = set(rows)
+        targets = np.array(sorted(row for row in rows if row < rest), dtype=np.int64)
+        sources = np.array([row for row in range(rest, self.n) if row not in gone], dtype=np.int64)
         for row in rows:
             del self.row_of[self.requests[row].id]
         self._move(targets, sources)
-        self.n -= len(rows)
+        self.n = rest
         del self.requests[self.n :]
         self.ints[[TOKEN, POSITION], self.n :] = 0
         return targets, sources
@@ -208,23 +190,8 @@ class SlotTable:
     def _widen(self, columns: int) -> None:
         extra = columns - self.tokens.shape[1]
         if extra > 0:
-            self.tokens = np.pad(self.tokens, ((0, 0), (0, extra)))
-            self.logp = np.pad(self.logp, ((0, 0), (0, extra)))
-            self.weights = np.pad(self.weights, ((0, 0), (0, extra)))
-            self.confidence = np.pad(self.confidence, ((0, 0), (0, extra)))
-            self.raw_logp = np.pad(self.raw_logp, ((0, 0), (0, extra)))
-
-
-class Stopwatch:
-    """Measures seconds between laps."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds
+            for name in ("tokens", "logp", "weights", "confidence", "raw_logp"):
+                setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, extra))))
 
 
 def _next_alarm(request: Request, count: int) -> int:

@@ -73,17 +73,15 @@ def scheduled_lr(step: int, options: StepOptions) -> float:
     return o.learning_rate * left + o.lr_end * (1.0 - left)
 
 
+@dataclass
 class OptimizerStep:
     """Trains on one batch of groups. Stateless apart from its learner."""
 
-    def __init__(
-        self, learner: Learner, advantage: Advantage, loss: LossConfig, scale: StepScale, options: StepOptions
-    ) -> None:
-        self.learner = learner
-        self.advantage = advantage
-        self.loss = loss
-        self.scale = scale
-        self.options = options
+    learner: Learner
+    advantage: Advantage
+    loss: LossConfig
+    scale: StepScale
+    options: StepOptions
 
     def __call__(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Return the update's metrics; `updated` is 0 when no group had a signal and the optimizer was skipped.
@@ -100,7 +98,10 @@ class OptimizerStep:
         o = self.options
         torch.manual_seed(noise_key(o.seed, 2, step))  # adapter dropout is the only user of torch's generator
         groups = by_agent(groups)
-        rewarded, penalty = self._rewarded(groups)
+        rewarded: Sequence[Group] = groups
+        penalty: dict[str, float] = {}
+        if o.kl_in_reward:
+            rewarded, penalty = penalised(groups, self.learner, self.advantage, o.kl_in_reward)
         rows = rows_of(
             rewarded,
             self.advantage,
@@ -153,13 +154,6 @@ class OptimizerStep:
         if not getattr(self.scale, "active", True):
             return {}
         return {"ess_ratio": ess_ratio(torch.cat([log_w_B.cpu().double(), log_weights(others, self.learner)]))}
-
-    def _rewarded(self, groups: Sequence[Group]) -> tuple[Sequence[Group], dict[str, float]]:
-        """Return the groups with the rewards used for advantages, and metrics of the penalty."""
-        o = self.options
-        if not o.kl_in_reward:
-            return groups, {}
-        return penalised(groups, self.learner, self.advantage, o.kl_in_reward)
 
     def _drift(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Return the KL to the reference before the update, if due; steps count from 1, as in the metrics."""

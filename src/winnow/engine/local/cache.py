@@ -103,8 +103,6 @@ class KVCache:
         """
         n = len(positions_N)
         self.mask.view(-1).index_fill_(0, self._rows[:n] * self.columns + positions_N, 0)
-        if heads == 1:
-            return self._rows[:n] * self.columns + positions_N
         head_rows = self._rows[:n, None] * heads + torch.arange(heads, device=positions_N.device)
         return (head_rows * self.columns + positions_N[:, None]).view(-1)
 

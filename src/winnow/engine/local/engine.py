@@ -7,6 +7,7 @@ of their prompt), and samples for all of them. Sequences live in the first n slo
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar
@@ -20,7 +21,6 @@ from ..base import Event, Finished, Request
 from ..facts import Facts
 from ..loading import ModelReference, resolve_device
 from ..sequences import SequenceEngine, Sequences
-from ..slots import Stopwatch
 from .backend import Output, Prefilled
 from .cache import Chunk, KVCache, padded, plan
 from .kept import Kept, KeptSequences
@@ -77,28 +77,16 @@ class _Prompt:
 class LocalEngine(SequenceEngine):
     """Generates with a Hugging Face causal LM in this process; an `Engine`. Not thread-safe."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        slots: int = 256,
-        dtype: str | torch.dtype | None = None,
-        fixed_slots: bool = False,
-        max_length: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, device: torch.device | str | None = None, **options: Any) -> None:
         """Copy the weights of `model`, a `transformers` causal LM.
 
-        `slots`: sequences that run at once. `dtype`: `float32`, `bfloat16` or `float16`; default: the model's.
-        `fixed_slots`: compute every slot, so that results do not depend on what else runs. `max_length`: longest prompt
-        plus completion; default: the model's limit. `device`: default: the model's. Raises ValueError for a model
-        without an ordinary KV cache.
+        `device`: default: the model's. `options`: see `LocalOptions`. Raises ValueError for a model without an ordinary
+        KV cache.
         """
-        name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-        self.options = LocalOptions(slots, name, fixed_slots, max_length)
-        facts = Facts.of(model, tokenizer, max_length)
-        self._backend = make_backend(model, facts, name, device)
+        self.options = LocalOptions(**options)
+        slots, fixed_slots = self.options.slots, self.options.fixed_slots
+        facts = Facts.of(model, tokenizer, self.options.max_length)
+        self._backend = make_backend(model, facts, self.options.dtype, device)
         # Element-wise kernels compute what is left over after whole vectors in another way: leave nothing over.
         rows = -(-slots // FIXED_ROWS) * FIXED_ROWS if fixed_slots else slots
         self._cache = KVCache(self._backend.kv_shapes, rows, self._backend.dtype, self._backend.device)
@@ -193,21 +181,22 @@ class LocalEngine(SequenceEngine):
     def _step(self) -> list[Event]:
         if self._released:
             raise RuntimeError("the engine's weights were released; call load_weights before the next step")
-        watch, sequences = Stopwatch(), self.sequences
+        started, sequences = time.perf_counter(), self.sequences
         table = sequences.table
         outputs = [self._decode()] if table.n else []
         outputs += self._admit()
         output = outputs[0] if len(outputs) == 1 else _concatenate(outputs)
         rows = slice(0, table.n)
         alarms = sequences.record(rows, sequences.draw(output.logits_NV, rows))
-        table.clock += watch.lap() / table.n
+        drawn_at = time.perf_counter()
+        table.clock += (drawn_at - started) / table.n
         events, ended = sequences.settle(
             np.flatnonzero(alarms).tolist(), lambda some: output.hidden_NH[self._to_device(np.array(some))]
         )
         for row in ended:
             self._keep(row)
         self._remove(ended)
-        table.clock += watch.lap() / max(table.n, 1)
+        table.clock += (time.perf_counter() - drawn_at) / max(table.n, 1)
         return events
 
     def _decode(self) -> Output:

@@ -61,6 +61,7 @@ def _names(config: Any) -> set[str]:
 
 class LlamaBackend:
     mixed_lengths = True
+    """Whether one prefill takes prompts of different lengths."""
 
     def __init__(
         self, model: Any, *, vocab_size: int, max_length: int, dtype: torch.dtype, device: torch.device
@@ -76,6 +77,7 @@ class LlamaBackend:
         self._eps = config.rms_norm_eps
         self._n_layers = config.num_hidden_layers
         self.kv_shapes = [((self._kv_heads, self._size),) * 2] * self._n_layers
+        """Per layer, (heads, head size) of the keys and of the values."""
         self._rotary, self._rotary_device = model.model.rotary_emb, model.model.embed_tokens.weight.device
         self._rotation = self._rotations(max_length)
         self._graphs = DecodeGraphs(self._decode, device) if device.type == "cuda" else None
@@ -83,6 +85,7 @@ class LlamaBackend:
         self.load(model.state_dict())
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over a checked state dict (see `Facts.check_state`) by copy."""
         source = state["model.embed_tokens.weight"]
         head = state.get("lm_head.weight", source)
         layers = [self._pack(state, PREFIX.format(i)) for i in range(self._n_layers)]
@@ -94,6 +97,7 @@ class LlamaBackend:
         self._norm = self._copy(state["model.norm.weight"], torch.float32)
 
     def release(self) -> None:
+        """Give up the memory of the weights until the next `load`."""
         if self._graphs:
             self._graphs.clear()
         del self._embedding, self._head, self._layers, self._norm
@@ -185,6 +189,10 @@ class LlamaBackend:
         return Prefilled(keys, values, [len(p) for p in prompts], self._last(x, prompts))
 
     def extend(self, tails: list[tuple[int, ...]], past: list[Kept]) -> Prefilled:
+        """Go on with sequences whose beginnings are kept; `tails` holds what is new of each, at least one token.
+
+        The tails have equal lengths unless `mixed_lengths`.
+        """
         B, S = len(tails), max(map(len, tails))
         starts = torch.tensor([len(kept.tokens) for kept in past], device=self.device)
         positions_BS = starts[:, None] + torch.arange(S, device=self.device)
@@ -238,6 +246,7 @@ class LlamaBackend:
         return self._output(x[last])
 
     def decode(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]) -> Output:
+        """Run one token of rows 0..N-1, write its keys and values to column `positions_N`, attend up to there."""
         return self._output(self._decoded(tokens_N, positions_N, cache, chunks))
 
     def _decode(

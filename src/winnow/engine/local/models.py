@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ..facts import Facts
-from .backend import Backend
 from .hf import HFBackend, refuse_unsupported
 from .llama import LlamaBackend, supports
 
@@ -15,7 +14,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FIXED_COLUMNS = 4096
 
 
-def make_backend(model: Any, facts: Facts, dtype: str | None, device: torch.device | str | None) -> Backend:
+def make_backend(
+    model: Any, facts: Facts, dtype: str | None, device: torch.device | str | None
+) -> HFBackend | LlamaBackend:
     """Copies the model's weights."""
     refuse_unsupported(model, facts.max_length)
     weight = model.get_input_embeddings().weight

@@ -131,8 +131,8 @@ class Core:
         elif not hasattr(self, "_llm"):  # it failed to start
             cleanup_dist_env_and_memory()
 
-    def _together(self, *order: Any) -> AbstractContextManager[None]:
-        """Let other ranks, where there are some, do in the meantime what the body does."""
+    def _together(self, method: str, *args: Any) -> AbstractContextManager[None]:
+        """Let other ranks, where there are some, call this method of their cores in the meantime."""
         return nullcontext()
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -183,12 +183,12 @@ class LeadingCore(Core):
 
         super().draw_by(draw_and_tell)
 
-    def _together(self, *order: Any) -> AbstractContextManager[None]:
-        return self._ranks.telling(order)
+    def _together(self, method: str, *args: Any) -> AbstractContextManager[None]:
+        return self._ranks.telling((method, *args))
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         shapes: Shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()]
-        with self._together("load", shapes):
+        with self._together("load_shapes", shapes):
             device = self.runner.device
             self._load((name, get_tp_group().broadcast(t.to(device).contiguous())) for name, t in state.items())
 
@@ -279,18 +279,10 @@ def follow() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which may have a step to finish
     orders = sys.stdin.buffer
     core = FollowingCore(*pickle.load(orders))
-    do: dict[str, Callable[..., Any]] = {
-        "add": core.add,
-        "abort": core.abort,
-        "step": core.step,
-        "load": core.load_shapes,
-        "sleep": core.sleep,
-        "wake": core.wake,
-    }
     with torch.inference_mode(), suppress(EOFError):
         while True:
             name, *args = pickle.load(orders)
-            do[name](*args)
+            getattr(core, name)(*args)
 
 
 def _start(rank: int, address: Mapping[str, str]) -> subprocess.Popen[bytes]:

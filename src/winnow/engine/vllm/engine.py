@@ -8,6 +8,7 @@ request's tokens do not depend on who runs it. vLLM's sampler then finds one pos
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Hashable
 from contextlib import suppress
 from typing import Any, Final
@@ -22,7 +23,7 @@ from ..base import Event, Request, SamplingParams
 from ..facts import Facts
 from ..loading import ModelReference, shell_of
 from ..sequences import SequenceEngine, Sequences
-from ..slots import COUNT, Drawn, Stopwatch
+from ..slots import COUNT, Drawn
 from .adapters import Adapters
 from .core import Core, LeadingCore, RankExecutor
 
@@ -106,7 +107,7 @@ class VllmEngine(SequenceEngine):
     def _step(self) -> list[Event]:
         if self._asleep:
             raise RuntimeError("the engine's weights were released; call load_weights before the next step")
-        watch, sequences = Stopwatch(), self.sequences
+        started, sequences = time.perf_counter(), self.sequences
         table = sequences.table
         self._admit()
         sampled = self._core.step()
@@ -118,11 +119,12 @@ class VllmEngine(SequenceEngine):
         if [int(sampled[name][0]) for name in names] != drawn.tokens_N.tolist():
             raise RuntimeError("vLLM sampled another token than the only possible one")
         alarms = sequences.record(rows, drawn)
-        table.clock += watch.lap() / table.n
+        drawn_at = time.perf_counter()
+        table.clock += (drawn_at - started) / table.n
         place = {int(row): i for i, row in enumerate(rows)}
         events, ended = sequences.settle(rows[alarms].tolist(), lambda some: hidden_of([place[row] for row in some]))
         self._remove(ended)
-        table.clock += watch.lap() / max(table.n, 1)
+        table.clock += (time.perf_counter() - drawn_at) / max(table.n, 1)
         return events
 
     def _try_out(self) -> None:

@@ -23,12 +23,8 @@ class FsdpLearner:
 
     device = torch.device("cpu")
 
-    def __init__(
-        self, ranks: Ranks, sizes: Sizes, precision: str, specs: Mapping[str, TensorSpec], *, read: bool = False
-    ) -> None:
-        """`read`: whether ranks read their shards from files; otherwise each received the whole model."""
-        self.sizes, self.read = sizes, read
-        self.precision = precision
+    def __init__(self, ranks: Ranks, sizes: Sizes, precision: str, specs: Mapping[str, TensorSpec]) -> None:
+        self.sizes, self.precision = sizes, precision
         self._ranks = ranks
         self._specs = specs
         self._parts: list[list[Row]] = []

@@ -65,8 +65,7 @@ class Fsdp:
         try:
             ranks = Ranks(self.ranks, self.threads, self.gpus(config), self.timeout_s, size, private)
             try:
-                built = ranks.build(policy, config, self.fsdp_size)
-                return FsdpLearner(ranks, *built, read=policy.files is not None)
+                return FsdpLearner(ranks, *ranks.build(policy, config, self.fsdp_size))
             except BaseException:
                 ranks.close()
                 raise

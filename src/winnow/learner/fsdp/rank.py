@@ -14,12 +14,16 @@ import torch
 import torch.distributed as dist
 
 from ...base.memory import gpu_gib, resident_mib
+from ...base.weights import TensorSpec
 from ...config import RunConfig, name_of
 from ...engine.loading import CPU, load_whole
 from ...methods.advantage import ADVANTAGES
-from ..base import Policy, Stats
+from ..base import Policy, Sizes
 from ..local.options import distribution, options
 from .sharded import ShardedLearner
+
+Built = tuple[Sizes, str, Mapping[str, TensorSpec]]
+"""Sizes, precision and specs of the whole model."""
 
 
 class Rank:
@@ -51,8 +55,8 @@ class Rank:
             self.store = dist.TCPStore(host, port, self.world, is_master=False, timeout=limit)
         dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
 
-    def build(self, policy: Policy, config: RunConfig, fsdp_size: int | None) -> dict[str, Any]:
-        """Shard the model; return sizes, precision and specs of the whole model."""
+    def build(self, policy: Policy, config: RunConfig, fsdp_size: int | None) -> Built:
+        """Shard the model."""
         device = torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu")
         model, reference = policy.model, policy.reference
         if policy.files is None:
@@ -72,7 +76,7 @@ class Rank:
             device=device,
             files=policy.files,
         )
-        return {"sizes": learner.sizes, "precision": learner.precision, "specs": learner.weights().specs}
+        return learner.sizes, learner.precision, learner.weights().specs
 
     def memory(self) -> dict[str, float]:
         return {"memory_mib": resident_mib()} | gpu_gib()
@@ -88,16 +92,5 @@ class Rank:
         return hash(tuple(places))
 
     def call(self, name: str, *args: Any, **named: Any) -> Any:
-        """Return the result of a learner method, on the host: the driver may have no GPU."""
-        return on_host(getattr(self.learner, name)(*args, **named))
-
-
-def on_host(value: Any) -> Any:
-    """Return the value with all its tensors on the host."""
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, list | tuple):
-        return type(value)(on_host(item) for item in value)
-    if isinstance(value, dict):
-        return {key: on_host(item) for key, item in value.items()}
-    return value.on_host() if isinstance(value, Stats) else value
+        """Return the result of a learner method."""
+        return getattr(self.learner, name)(*args, **named)

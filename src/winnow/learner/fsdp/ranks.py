@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ...base import cluster
-from ...base.weights import TensorSpec, transfer_s
+from ...base.weights import transfer_s
 from ...config import RunConfig
-from ..base import LearnerLostError, Policy, Sizes
-from .rank import Rank
+from ..base import LearnerLostError, Policy
+from .rank import Built, Rank
 
 START_S = 120.0
 """Maximum time for the cluster to place and start the processes."""
@@ -68,14 +68,12 @@ class Ranks:
             self.close()
             raise
 
-    def build(
-        self, policy: Policy, config: RunConfig, fsdp_size: int | None = None
-    ) -> tuple[Sizes, str, Mapping[str, TensorSpec]]:
-        """Shard the model; return sizes, precision and specs of the whole model."""
+    def build(self, policy: Policy, config: RunConfig, fsdp_size: int | None = None) -> Built:
+        """Shard the model."""
         import ray
 
-        found = self.all("build", [(ray.put(policy), config, fsdp_size)] * self.world)[0]
-        return found["sizes"], found["precision"], found["specs"]
+        built: Built = self.all("build", [(ray.put(policy), config, fsdp_size)] * self.world)[0]
+        return built
 
     def same(self, name: str, *args: Any) -> list[Any]:
         """Return each rank's result of a learner method, called with the same arguments on all ranks."""

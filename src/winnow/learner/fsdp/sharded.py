@@ -161,7 +161,7 @@ class ShardedLearner(LocalLearner):
     # ---- passes that all ranks make ----------------------------------------------------------------------------
 
     def accumulate_part(self, rows: Sequence[Row], filler: Row, loss: LossConfig, iteration: int, seed: int) -> Stats:
-        """Run `accumulate` on this rank's rows."""
+        """Run `accumulate` on this rank's rows. Results are on the host: the driver may have no GPU."""
         torch.manual_seed(seed + dist.get_rank())
         self._filler = replace(filler, weight=0.0)
         self._failed = ""
@@ -170,7 +170,7 @@ class ShardedLearner(LocalLearner):
             self.forward_backward(batch, loss, Stats())
         if filler.pool is not None and filler.pool.weighing == "gradient":
             self._deal_gradients()
-        return stats
+        return stats.on_host()
 
     def _cut(self, rows: Sequence[Row]) -> list[MicroBatch]:
         batches = super()._cut(rows)
@@ -237,12 +237,12 @@ class ShardedLearner(LocalLearner):
         return [part for some in theirs for part in some]
 
     def logp_part(self, rows: Sequence[Row], filler: Row, *, raw: bool, reference: bool) -> list[torch.Tensor]:
-        """Run `logp` or `reference_logp` on this rank's rows."""
+        """Run `logp` or `reference_logp` on this rank's rows; the results are on the host."""
         _, missing = self._missing(len(packed(rows, self._budget)))
         found = self.reference_logp(rows) if reference else self.logp(rows, raw=raw)
         for _ in range(missing):
             self.reference_logp([filler]) if reference else self.logp([filler], raw=raw)
-        return found
+        return [logp_A.cpu() for logp_A in found]
 
     def _logp(self, batch: MicroBatch, *, model: Any = None, **wanted: bool) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         inside = partial(super()._logp, batch, model=model, **wanted)
@@ -253,9 +253,6 @@ class ShardedLearner(LocalLearner):
         """Multiply the loss by `world`: ranks average gradients, but the loss is a sum. If one stops, all stop."""
         self._all_or_none("" if torch.isfinite(total) else f"the loss is {total.item()}; no update was made")
         (total * self._world).backward()
-
-    def _whole_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def _clipped(self) -> torch.Tensor:
         norm = super()._clipped()

@@ -30,9 +30,9 @@ from .forward import Body, can_share_prompts, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
 from .merged import MergedWeights
-from .optimal_baseline_update import PooledGradients, RowByRow, batched_if_exact
+from .optimal_baseline_update import Batched, ByLength, RowByRow, batched_if_exact
 from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
-from .recompute import recomputing_if_exact
+from .recompute import recomputing
 from .reference import load_reference, mix, save_reference
 from .token_baselines import TokenBaselines
 from .update_stats import book, correction_weights, evidence, spread
@@ -120,9 +120,8 @@ class LocalLearner:
         self._own_head = head_is_linear(tried, n_tokens)
         self._share_prompts, self._recomputing = False, None
         if not self.options.gradient_checkpointing:
-            trial = tried, self._body(tried), n_tokens
-            self._share_prompts = can_share_prompts(*trial)
-            self._recomputing = recomputing_if_exact(*trial, self._causal_lm)
+            self._share_prompts = can_share_prompts(tried, self._body(tried), n_tokens)
+            self._recomputing = recomputing(self._causal_lm)
 
     def _place(self) -> None:
         """Hook for sharding weights over ranks; called once, before the optimizer is made."""
@@ -142,7 +141,7 @@ class LocalLearner:
         return str(self.options.compute_dtype).removeprefix("torch.")
 
     @cached_property
-    def _pooled(self) -> PooledGradients:
+    def _pooled(self) -> RowByRow | Batched | ByLength:
         row_by_row = RowByRow(list(self._params.values()), self._logp)
         if self.options.gradient_checkpointing or not self._own_head:
             return row_by_row
@@ -279,11 +278,8 @@ class LocalLearner:
     def sync_reference(self, alpha: float) -> None:
         if self.reference is None:
             raise ValueError("there is no reference model to sync; set beta, without lora")
-        mix(self.reference, self.model, alpha, self._whole_tensor)
+        mix(self.reference, self.model, alpha)
         self._reference_moved = True
-
-    def _whole_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter
 
     def _of_rows(self, rows: Sequence[Row], logp: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of `logp`, [B, T-1], at the action tokens of each row."""
@@ -302,7 +298,7 @@ class LocalLearner:
         mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
         with self._autocast():
             states_NH = predictions(self._body(model), batch, share=self._share_prompts)
-            head = model.get_output_embeddings() if self._own_head else _identity
+            head = model.get_output_embeddings() if self._own_head else torch.nn.Identity()
             context = self.distribution.context(batch.input_ids_BT, batch.mask_BT)
             logp_N, entropy_N, squares_N = token_logp(
                 states_NH, head, targets[mask], self.distribution, context, squares=squares
@@ -390,7 +386,3 @@ class LocalLearner:
 
     def _load_reference(self, directory: Path) -> None:
         self._reference_moved = self.reference is not None and load_reference(self.reference, directory)
-
-
-def _identity(logits: torch.Tensor) -> torch.Tensor:
-    return logits

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,25 +33,12 @@ ALONE_TOKENS = 200
 most 1.2 times at 256, and takes more memory. A GPU would be mostly idle with one row."""
 
 
-class PooledGradients(Protocol):
-    def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
-        """Add the gradients of a micro-batch with pools to `.grad`, at the latest with the last of its block.
-
-        Raises FloatingPointError when a norm or a loss is not finite.
-        """
-        ...
-
-
 Give = Callable[[nn.Parameter, torch.Tensor], None]
 """Receives a part of a parameter's gradient."""
 
 
 def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.grad = gradient.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(gradient)
-
-
-def _as_it_is(compute: Callable[[], Any]) -> Any:
-    return compute()
 
 
 @dataclass(frozen=True)
@@ -164,7 +151,7 @@ class Batched:
         causal_lm: Any,
         distribution: TokenDistribution,
         autocast: Callable[[], Any],
-        whole: Callable[[Callable[[], Any]], Any] = _as_it_is,
+        whole: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
         give: Give = add_to_grad,
     ) -> None:
         """Raises UnsupportedModelError."""
@@ -255,6 +242,10 @@ class ByLength:
         self.row_by_row = row_by_row
 
     def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
+        """Add the gradients of a micro-batch with pools to `.grad`, at the latest with the last of its block.
+
+        Raises FloatingPointError when a norm or a loss is not finite.
+        """
         pieces = [piece.input_ids_BT for piece in _pools(batch).pieces]
         long = sum(ids.numel() for ids in pieces) >= ALONE_TOKENS * sum(len(ids) for ids in pieces)
         several = any(piece.rollout_B is not None for piece in _pools(batch).pieces)
@@ -292,7 +283,7 @@ def batched_if_exact(
     row_by_row: RowByRow,
     distribution: TokenDistribution,
     autocast: Callable[[], Any],
-) -> PooledGradients:
+) -> RowByRow | ByLength:
     """Return `ByLength` if the model allows it and a trial gives the same norms, else `row_by_row`, with a warning.
 
     Dropout must be off.

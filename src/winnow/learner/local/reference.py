@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,15 +20,14 @@ def frozen_copy(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def mix(
-    reference: torch.nn.Module,
-    policy: torch.nn.Module,
-    alpha: float,
-    whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-) -> None:
-    """Set reference = (1 - alpha) reference + alpha policy per parameter, as TRL's `SyncRefModelCallback`."""
+def mix(reference: torch.nn.Module, policy: torch.nn.Module, alpha: float) -> None:
+    """Set reference = (1 - alpha) reference + alpha policy per parameter, as TRL's `SyncRefModelCallback`.
+
+    A sharded policy is gathered, parameter by parameter; the reference is whole.
+    """
     for theirs, ours in zip(reference.parameters(), policy.parameters(), strict=True):
-        theirs.mul_(1.0 - alpha).add_(whole(ours), alpha=alpha)
+        whole = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
+        theirs.mul_(1.0 - alpha).add_(whole, alpha=alpha)
 
 
 def save_reference(reference: torch.nn.Module, directory: Path) -> None:
