@@ -98,7 +98,11 @@ def get(name: str, say: Say) -> dict[str, Any]:
     directory = directory_of(name)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(f".{directory.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another process that fetches it
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process makes {directory}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         problem = damage(directory) if directory.exists() else "missing"
         if problem and directory.exists():
             say(f"{directory} is damaged ({problem}) and is made again")
