@@ -113,3 +113,17 @@ def test_an_audit_of_nothing_is_refused(tiny_config: dict[str, Any]) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Trainer(config=tiny_config | {"audit": audit}, reward_funcs=parity_reward)
+
+
+@dataclass(frozen=True)
+class Unrelated:
+    """A selector that does not derive from `StreamSelector`."""
+
+    def build(self, prompts: Any, seed: int, judge: Any) -> Unrelated:
+        return self
+
+
+def test_an_audit_of_a_selector_whose_skips_cannot_be_overridden_is_refused(tiny_config: dict[str, Any]) -> None:
+    values = tiny_config | {"audit": {"epsilon": 0.1}, "selector": f"{__name__}:Unrelated"}
+    with pytest.raises(ConfigError, match=r"audit: cannot override the skips of a Unrelated; derive it from"):
+        Trainer(config=values, reward_funcs=parity_reward)

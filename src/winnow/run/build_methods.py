@@ -188,7 +188,12 @@ def _all_of(c: RunConfig, filters: Sequence[Filter]) -> Filter:
 
 
 def _audited(c: RunConfig, audit: AuditConfig, selector: StreamSelector, judge: GroupJudge) -> StreamSelector:
-    if getattr(selector, "skips", True):
+    if not isinstance(selector, StreamSelector):
+        raise ConfigError(
+            f"audit: cannot override the skips of a {type(selector).__name__}; derive it from "
+            "winnow.methods.select.StreamSelector, or remove audit"
+        )
+    if selector.skips:
         rule = RuleAudit(name_of(c.selector), audit.epsilon, audit.max_signal_loss, seed=c.seed)
         return cast(StreamSelector, AuditedSelector(selector, rule, judge))
     if not c.gates:
