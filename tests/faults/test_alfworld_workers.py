@@ -43,7 +43,7 @@ def test_a_hundred_episodes_two_workers_killed_and_one_hung(monkeypatch: pytest.
     lost: dict[int, str] = {}
     won: dict[int, float | None] = {}
     assert [outcome(answer) for answer in answers.values()] == [None] * EPISODES
-    workers = [w._process for home in task._pool._homes for w in home.workers._workers]
+    workers = [w._child and w._child.process for home in task._pool._homes for w in home.workers._workers]
     pids = [p.pid for p in workers if p is not None]
     assert len(pids) == 4
     blows = {1: (0, signal.SIGKILL), 2: (1, signal.SIGSTOP), 3: (2, signal.SIGKILL)}
