@@ -37,7 +37,11 @@ class Buffer:
         """Rejected groups that are not replaced and still have to take a place in a batch."""
         self._oldest: dict[int, int | None] = {}
         """Version of the oldest token of each group in `groups`, by visit."""
+        self._ages: Counter[int | None] = Counter()
+        """Count of `groups` by that version, as `ready` runs at every poll and must not scan them."""
         self._in_flight: dict[int, InFlight] = {}
+        self._flying: Counter[int] = Counter()
+        """Count of groups in flight by version."""
 
     @property
     def missing(self) -> int:
@@ -55,6 +59,7 @@ class Buffer:
 
     def launched(self, visit: Visit, size: int, version: int) -> None:
         self._in_flight[visit.number] = InFlight(visit, size, version)
+        self._flying[version] += 1
 
     def continued(self, visit: Visit, size: int) -> None:
         """Count a group whose probe has returned as in flight with its other siblings."""
@@ -62,7 +67,10 @@ class Buffer:
 
     def landed(self, group: Group) -> None:
         """Count a returned group as no longer in flight; `add` is a separate call."""
-        del self._in_flight[group.visit.number]
+        version = self._in_flight.pop(group.visit.number).version
+        self._flying[version] -= 1
+        if not self._flying[version]:
+            del self._flying[version]
 
     def room(self, version: int, sampler_version: int) -> int:
         """Return how many groups may start with weights `sampler_version`; the next optimizer step is from `version`.
@@ -76,8 +84,10 @@ class Buffer:
         """Whether the batch is full and all leftover groups could still be trained in time, a batch per step."""
         if self.missing:
             return False
-        waiting = Counter(self._age(group, version) for group in self.groups)
-        left, places = Counter(flight.version for flight in self._in_flight.values()), self.wanted
+        waiting: Counter[int] = Counter()
+        for oldest, count in self._ages.items():
+            waiting[version if oldest is None else oldest] += count
+        left, places = Counter(self._flying), self.wanted
         for age in sorted(waiting):
             taken = min(waiting[age], places)
             places -= taken
@@ -91,7 +101,9 @@ class Buffer:
 
     def add(self, group: Group) -> None:
         self.groups.append(group)
-        self._oldest[group.visit.number] = oldest_version(group)
+        oldest = oldest_version(group)
+        self._oldest[group.visit.number] = oldest
+        self._ages[oldest] += 1
 
     def spend(self) -> None:
         """Count a rejected group that is not replaced."""
@@ -116,6 +128,7 @@ class Buffer:
     def _keep(self, groups: list[Group]) -> None:
         self.groups = groups
         self._oldest = {group.visit.number: self._oldest[group.visit.number] for group in groups}
+        self._ages = Counter(self._oldest[group.visit.number] for group in groups)
 
     def _age(self, group: Group, version: int) -> int:
         """Return the version of the group's oldest token; `version` for a group without tokens."""
@@ -129,6 +142,7 @@ class Buffer:
         self._keep([])
         self.spent = 0
         self._in_flight.clear()
+        self._flying.clear()
 
 
 def oldest_version(group: Group) -> int | None:
