@@ -197,7 +197,7 @@ def test_a_sampled_group_of_a_gate_comes_back_whole_and_teaches_the_same(tiny_mo
 def test_an_overridden_visit_in_flight_keeps_its_override() -> None:
     """It is rolled out again after a resume, and is then an audited one."""
     selector = build("backoff", PROMPTS, epsilon=1.0)
-    selector.selector.z_N[:], selector.selector.kind_N[:] = 9, EASY
+    selector.part.z_N[:], selector.part.kind_N[:] = 9, EASY
     visits = selector.select(3)
     assert [v.verdict.overridden for v in visits] == [1.0] * 3
     resumed = build("backoff", PROMPTS, epsilon=1.0)
@@ -214,8 +214,8 @@ def test_an_overridden_visit_in_flight_keeps_its_override() -> None:
 @pytest.mark.parametrize("name", ["greso", "backoff"])
 def test_every_verdict_of_a_selector_travels(name: str) -> None:
     selector = build(name, PROMPTS, epsilon=0.5)
-    selector.selector.z_N[::2] = 3
+    selector.part.z_N[::2] = 3
     if name == "greso":
-        selector.selector.kind_N[::2] = 1
+        selector.part.kind_N[::2] = 1
     for visit in selector.select(12):
         assert visit_from(travelled(visit_state(visit)), PROMPTS) == visit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,9 @@ class NoCorrection:
 class StepScale(Stateful):
     """Factor on the learning rate of a step; by default 1."""
 
+    active: ClassVar[bool] = True
+    """False where the learning rate never changes; no ratios are then computed for it."""
+
     def __call__(self, ess_ratio: float) -> float:
         """Return the factor on this step's learning rate; `ess_ratio`: effective sample size / number of rollouts."""
         return 1.0
@@ -36,6 +40,8 @@ class StepScale(Stateful):
 @dataclass(frozen=True)
 class NoScale(StepScale):
     """No scale: the learning rate follows the schedule."""
+
+    active: ClassVar[bool] = False
 
     def build(self) -> StepScale:
         return self
