@@ -26,7 +26,6 @@ BAYES = ("selector=bayes", *ROUNDS)
 REUSE = ("reuse={updates: 4, max_age: 16, min_ess: 0.5}", "step_scale=ess")
 CLIP = ("policy_loss=clip", "epsilon_high=0.28", "correction=none")
 PROBE = ("group_size={name: sequential, probe: 4}",)
-HARD = ("group_size={name: sequential, probe: 4, hard_size: 16}",)
 SMALL = ("prompts_per_step=8", "eval_steps=100")
 """As many optimizer steps a sampled token as `REUSE` has, each with a quarter of the groups."""
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
@@ -43,7 +42,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "greso-reuse-4-probe": (*GRESO, *REUSE, *CLIP, *PROBE),
     "bayes-reuse-4-probe": (*BAYES, *REUSE, *CLIP, *PROBE),
     "thrifty": (*BAYES, *SMALL),
-    "thrifty-hard": (*BAYES, *SMALL, *HARD),
     "oracle": (*ORACLE, *SMALL),
 }
 """Arm -> what it changes in the task's recipe, which refills groups without signal exactly."""
@@ -121,7 +119,7 @@ class Task:
     def __init__(self, name: str, runs: Figures) -> None:
         self.name, self.runs = name, runs
         self.rates = {arm: rate for arm in METHODS if (rate := self.best_rate(arm)) is not None}
-        """The rate of each arm with the highest pass@1 at the tokens of its cheapest run, by the tuning seed.
+        """The rate of each arm with the highest mean pass@1 over the tokens of its cheapest run, by the tuning seed.
 
         An arm that was run at one rate alone, without the tuning seed, keeps it.
         """
@@ -136,8 +134,8 @@ class Task:
         if not curves:
             run_at = [rate for rate in RATES if self.of(arm, rate)]
             return run_at[0] if len(run_at) == 1 else None
-        tokens = min(curve[-1][1] for curve in curves.values())
-        return max(curves, key=lambda rate: at_tokens(curves[rate], tokens))
+        tokens = np.linspace(0, min(curve[-1][1] for curve in curves.values()), 200)
+        return max(curves, key=lambda rate: np.mean([at_tokens(curves[rate], t) for t in tokens]))
 
     def pairs(self, found: list[Summary]) -> list[tuple[Curve, Curve]]:
         """Curves of runs, averaged over the tokens between two evaluations of the base, and the base's of their seed.
