@@ -32,6 +32,7 @@ import numpy as np
 from harness import machine, write_json
 from tables import fill, markdown
 
+from winnow.base.memory import heap_frozen
 from winnow.collect import Collector
 from winnow.config import validate
 from winnow.record.ledger import Ledger
@@ -227,8 +228,9 @@ def measure(kind: Kind, samplers: int, in_flight: int, polled: int, groups: int)
         shares.book()
         shares.seconds.clear()
         started = time.perf_counter()
-        while _finished(collector.ledger) - before < groups:
-            one_step()
+        with heap_frozen():  # as in a run
+            while _finished(collector.ledger) - before < groups:
+                one_step()
         shares.book()
         wall = time.perf_counter() - started
         done = _finished(collector.ledger) - before

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
+from ..base.memory import heap_frozen
 from ..base.state import at
 from ..config import ConfigError, as_saved
 from ..env.base import Task
@@ -195,7 +196,7 @@ class Session:
         def announce() -> None:
             self._console.print("finishing this step, then saving; once more to stop at once", style="yellow")
 
-        with StopSignals(self.request_stop, announce):
+        with StopSignals(self.request_stop, announce), heap_frozen():
             try:
                 self.loop.run()
             except TaskSolvedError as solved:
