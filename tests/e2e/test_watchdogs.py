@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from winnow.base.weights import Weights, state_of
 from winnow.config import validate
 from winnow.engine import ModelReference
 from winnow.engine.local.engine import LocalEngine
-from winnow.record.watchdogs import GAP, Watchdogs
+from winnow.record.watchdogs import GAP, Watchdogs, first_gap
 from winnow.rollout.evaluate import Evaluation
 from winnow.run.session import Session
 
@@ -191,3 +192,12 @@ def test_the_console_is_told_once(tiny_config: dict[str, Any]) -> None:
     said = [m for step, ratio in enumerate(ratios, 1) for m in dogs.observe({"step": step, "ess_ratio": ratio})]
     assert len(said) == 1
     assert "the effective sample size was under 30% of the rollouts" in said[0]
+
+
+def test_the_first_difference_is_found_again(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": 0}', b"\xff", json.dumps({"step": 1, GAP: 0.25}).encode(), json.dumps({GAP: 9}).encode()]
+    file.write_bytes(b"\n".join(lines))
+    assert first_gap(file) == 0.25
+    file.write_bytes(b"")
+    assert first_gap(file) is None

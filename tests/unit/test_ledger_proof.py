@@ -95,6 +95,10 @@ def test_right_account_has_no_problem(path: Path) -> None:
         (copy("rollouts", "visit = 4"), "visit 4, sibling 0 is booked 2 times, 2 times as trained"),
         ("UPDATE outcomes SET fate = 'cut' WHERE visit = 4", "visit 4 is cut but its rollouts are trained"),
         ("UPDATE rollouts SET fate = 'lost' WHERE visit = 4", "visit 4 is trained but its rollouts are lost"),
+        (
+            "UPDATE rollouts SET fate = 'lost' WHERE visit = 4 AND sibling = 0",
+            "visit 4 is trained but its rollouts are",
+        ),
         ("UPDATE rollouts SET reward = 0 WHERE visit = 2", "visit 2, sibling 0 is failed yet has a reward, 0.0"),
         ("UPDATE rollouts SET reward = NULL WHERE visit = 4", "visit 4, sibling 0 was trained without a reward"),
         ("UPDATE rollouts SET reward = 9e999 WHERE visit = 4", "visit 4, sibling 0 has a reward that is not finite"),

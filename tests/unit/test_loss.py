@@ -90,6 +90,14 @@ def test_kl_estimators_are_right_in_expectation() -> None:
     (k2_gradient,) = torch.autograd.grad((p * kl_divergence(logp, ref, "k2")).sum(), logits, retain_graph=True)
     torch.testing.assert_close(k2_gradient, true_gradient)
     assert (kl_divergence(logp, ref, "k3") >= 0).all()
+    with pytest.raises(ValueError, match="k1, k2, k3"):
+        kl_divergence(logp, ref, "k4")
+
+
+@pytest.mark.parametrize("bad", [{"epsilon": 0.0}, {"epsilon_high": -1.0}, {"beta": -0.1}])
+def test_bad_options_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        LossConfig(**bad)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -21,6 +21,8 @@ def test_ratios_of_every_level() -> None:
     assert log_ratio(logp, sampler, mask, "token").tolist() == [[0.5, -1.0, 0.0], [1.0, 0.0, 2.0], [0.0, 0.0, 0.0]]
     assert log_ratio(logp, sampler, mask, "sequence").tolist() == [[-0.5], [3.0], [0.0]]
     assert log_ratio(logp, sampler, mask, "geometric").tolist() == [[-0.25], [1.5], [0.0]]
+    with pytest.raises(ValueError, match="level must be"):
+        log_ratio(logp, sampler, mask, "word")  # type: ignore[arg-type]
 
 
 def test_a_ratio_has_no_gradient() -> None:

@@ -139,3 +139,19 @@ def test_empty_trajectories_and_single_ones() -> None:
         assert f([[]], [[]], 3) in (0.0, 1.0)
     assert SIGNALS["prefix_edit_distance"]([[], ["a", "b"]], [[], ["x", "y"]], 2) == 1.0
     assert SIGNALS["unique_action_ratio"]([[], ["END"]], [[], [""]], 1) == 1.0, "no string equals END"
+
+
+@pytest.mark.parametrize("name", list(SIGNALS))
+@pytest.mark.parametrize(
+    ("actions", "observations", "k", "message"),
+    [
+        ([["a"]], [["x"]], 0, "k counts"),
+        ([["a"]], [["x"]], -3, "k counts"),
+        ([], [], 2, "at least one trajectory"),
+        ([["a"]], [[]], 2, "as many observations"),
+        ([["a"]], [["x"], ["y"]], 2, "as many observations"),
+    ],
+)
+def test_nonsense_is_refused(name: str, actions: Strings, observations: Strings, k: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SIGNALS[name](actions, observations, k)

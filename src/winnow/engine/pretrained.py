@@ -101,7 +101,7 @@ def get(name: str, say: Say) -> dict[str, Any]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another process makes {directory}; waiting for it")
+            say(f"waiting for another process that holds {lock.name}; if it hangs, end it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         problem = damage(directory) if directory.exists() else "missing"
         if problem and directory.exists():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -286,14 +287,16 @@ class ToolEnv:
         """Start a call and return a function that returns its result. Async functions run concurrently."""
         if inspect.iscoroutinefunction(function):
             return self._deadlines.submit_async(partial(function, **arguments)).result
-        name = f"tool {function_name(function)}"
+        attempts: list[bool] = []
         try:
-            with noticing_signals(name, NO_SIGNALS):
+            with noticing_signals(lambda: attempts.append(True)):
                 result = function(**arguments)
         except Exception as error:
-            if NO_SIGNALS in getattr(error, "__notes__", ()):
-                raise ToolUnavailableError(f"{name}: {error}; {NO_SIGNALS}") from error
+            if attempts:
+                raise ToolUnavailableError(f"tool {function_name(function)}: {error}; {NO_SIGNALS}") from error
             raise
+        if attempts:
+            warnings.warn(f"tool {function_name(function)}: {NO_SIGNALS}", stacklevel=2)
         return lambda: result
 
     def _tried(self, step: Callable[[], Any]) -> Any:

@@ -43,6 +43,14 @@ class LossConfig:
     entropy_coef: float = 0.0
     correction: Correction = field(default_factory=NoCorrection)
 
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon < 1:
+            raise ValueError(f"epsilon must lie in (0, 1), not {self.epsilon}")
+        if self.epsilon_high is not None and self.epsilon_high <= 0:
+            raise ValueError(f"epsilon_high must be > 0, not {self.epsilon_high}")
+        if self.beta < 0:
+            raise ValueError(f"beta must be >= 0, not {self.beta}")
+
     @property
     def equal_groups(self) -> bool:
         return (self.group_weighting or ("size" if self.loss_type == "dapo" else "equal")) == "equal"
@@ -61,7 +69,7 @@ class LossConfig:
         return self.beta == 0 and self.entropy_coef == 0
 
 
-def kl_divergence(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: Literal["k1", "k2", "k3"]) -> torch.Tensor:
+def kl_divergence(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) -> torch.Tensor:
     """Return a per-token estimate of KL(policy || reference) from policy tokens (Schulman 2020), same shape as `logp`.
 
     k1: log ratio, unbiased. k2: half its square, low variance. k3: exp(-d) - 1 + d, unbiased and never negative. As a
@@ -73,7 +81,9 @@ def kl_divergence(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: Literal
         return d
     if estimator == "k2":
         return 0.5 * d**2
-    return torch.exp(-d) - 1 + d
+    if estimator == "k3":
+        return torch.exp(-d) - 1 + d
+    raise ValueError(f"unknown KL estimator {estimator!r}; one of k1, k2, k3")
 
 
 def kl_loss(

@@ -95,7 +95,9 @@ class Display:
         if "sampler/ready" in metrics:
             count = sum(name.startswith("sampler/") for name in workers_in(metrics))
             parts.append(f"{metrics['sampler/ready']:.0f} of {count} samplers")
-        if self._evaluation:
+        if self._live and "completions/mean_length" in metrics:
+            parts.append(f"length {metrics['completions/mean_length']:.1f}")
+        if self._evaluation and (self._live or "eval/avg@n" in metrics):
             parts.append(self._evaluation)
         return "  ".join(parts)
 

@@ -48,9 +48,11 @@ class Proof:
 
 
 def group_fate(fates: Iterable[str]) -> str:
-    """Return the fate of a visit: that of the member that got furthest; empty if no fate is known."""
+    """Return the fate of a visit: that of the member that got furthest; empty if one of them is unknown."""
     found = set(fates)
-    return next((fate.value for fate in _FURTHEST if fate in found), "")
+    if not found <= set(_FURTHEST):
+        return ""
+    return next(fate.value for fate in _FURTHEST if fate in found)
 
 
 def totals(db: sqlite3.Connection) -> dict[str, dict[str, float]]:

@@ -47,9 +47,14 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     try:
         values = from_json(bytes_of(run_dir / CONFIG, MOST_CONFIG))
     except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"{run_dir}: not a run directory ({CONFIG}: {error})") from None
+        raise RunDirectoryError(
+            f"{run_dir}: not a run directory ({CONFIG}: {error}); name the output_dir of a run"
+        ) from None
     if not isinstance(values, dict):
         raise RunDirectoryError(f"{run_dir / CONFIG}: damaged: a JSON object was expected; restore the file")
+    seed = values.get("seed", 0)
+    if not isinstance(seed, int):
+        raise RunDirectoryError(f"{run_dir / CONFIG}: damaged: seed must be a whole number ({seed}); restore the file")
     return from_saved(values)
 
 

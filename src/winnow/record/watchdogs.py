@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 
+from ..base.files import from_json
 from ..config import RunConfig
 from .collapse import PATIENCE, ess_message, ess_of, low_ess
 
@@ -159,3 +161,16 @@ class Watchdogs:
             f"held-out rewards average {reward:.2f}, but only {right:.0%} reach 1, which counts as right by default. "
             "If right answers get less (a penalty, partial credit), set `success: {at_least: X}`"
         )
+
+
+def first_gap(metrics: Path) -> float | None:
+    """Return the gap of engine and learner at the first step that has it, else None."""
+    with metrics.open("rb") as lines:
+        for line in lines:
+            try:
+                row = from_json(line)
+            except ValueError:
+                continue  # its damage is reported elsewhere
+            if GAP in row:
+                return float(row[GAP])
+    return None

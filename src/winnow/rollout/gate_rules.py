@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import itemgetter
 
 from ..config import ConfigError
@@ -78,15 +77,26 @@ class ActiveRules:
     ) -> list[tuple[Flight, Sibling, GroupView, list[str]]]:
         """Return views of rollouts at a token, each with the gates that have not yet decided about it."""
         found: list[tuple[Flight, Sibling, GroupView, list[str]]] = []
+        groups: dict[tuple[str, int, int], GroupView] = {}
         for flight, sibling, event in reached:
-            view = replace(
-                flight.view(Token(event.n)),
+            at = (*flight.key, event.n)
+            if at not in groups:
+                groups[at] = flight.view(Token(event.n))
+            group = groups[at]
+            view = GroupView(  # `replace` takes three times as long
+                visit=group.visit,
+                at=group.at,
+                actions=group.actions,
+                observations=group.observations,
+                running=group.running,
                 sibling=sibling.rollout.sibling,
                 hidden=event.hidden,
                 logp=event.logp,
                 logp_before=sibling.sampled_logp(),
                 confidence=event.confidence,
                 raw_logp=event.raw_logp,
+                absent=group.absent,
+                progress=group.progress,
                 decisions=tuple(sibling.rollout.decisions),
                 turn=len(sibling.rollout.turns),
             )

@@ -232,7 +232,7 @@ def build_loss(c: RunConfig) -> LossConfig:
             f"{clipping} has no effect with correction: {name_of(c.correction)} and num_iterations: 1, as only the "
             "change since the first iteration is clipped; remove it, or use correction: none, or more iterations"
         )
-    stale = c.changed(("max_lag", "num_iterations", "reuse"))
+    stale = c.changed(("max_lag", "num_iterations")) or ("reuse:" if c.reuse is not None else "")
     if stale and c.policy_loss == "plain" and not loss.correction.active:
         raise ConfigError(
             f"{stale} trains on tokens of older policies, and policy_loss: plain does not correct for it; set "

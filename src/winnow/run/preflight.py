@@ -141,8 +141,10 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
 
 LONGEST = 8
 """Longest prompts, by characters, that are tried."""
-TRIED = 2_000
-"""Most other prompts that are tried; they are spread over the data."""
+TRIED = 256
+"""Other prompts that are tried, plus one of each sequence of roles."""
+COUNTED = 10_000
+"""Most prompts that are counted, if one that was tried fails."""
 
 
 def warn_of_failing_prompts(limit: int, task: Task, tokenizer: Any) -> None:
@@ -151,10 +153,14 @@ def warn_of_failing_prompts(limit: int, task: Task, tokenizer: Any) -> None:
     if task.max_turns > 1:  # what is encoded begins with the environment's first observation
         return
     for part, prompts in (("training", task.train), ("held-out", task.test)):
-        some = prompts[:: -(-len(prompts) // TRIED) or 1]
-        longest, _ = _encoded(tokenizer, _longest(prompts))
+        some = prompts[:: -(-len(prompts) // COUNTED) or 1]
+        one_of_each = {_shape(prompt): prompt for prompt in some}
+        tried = [*_longest(prompts), *one_of_each.values(), *some[:: -(-len(some) // TRIED) or 1]]
+        longest, refusal = _encoded(tokenizer, tried)
+        if max(longest, default=0) <= limit and not refusal:
+            continue
         lengths, refusals = _encoded(tokenizer, some)
-        if max([*longest, *lengths], default=0) > limit:
+        if max(longest, default=0) > limit:
             over = sum(n > limit for n in lengths)
             warnings.warn(
                 f"{over} of {len(some)} {part} prompts have over {limit} tokens (the longest "
@@ -167,6 +173,11 @@ def warn_of_failing_prompts(limit: int, task: Task, tokenizer: Any) -> None:
                 "Change these rows, leave them out of the data, or use another chat template",
                 stacklevel=2,
             )
+
+
+def _shape(prompt: Prompt) -> tuple[Any, ...]:
+    """Return what chat templates usually refuse messages by: roles, kinds of content, other keys."""
+    return tuple((m.get("role"), type(m.get("content")), *sorted(m.keys())) for m in prompt.messages or ())
 
 
 def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:

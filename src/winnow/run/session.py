@@ -25,9 +25,9 @@ from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop
 from ..record.ledger import Ledger
 from ..record.progress import Display
-from ..record.records import CHARTS, CONFIG, LEDGER, PROMPT, START, Records, read_metrics
+from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, read_metrics
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError
-from ..record.watchdogs import GAP, Watchdogs
+from ..record.watchdogs import Watchdogs, first_gap
 from ..reuse import Reuse
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.profile import Profiler
@@ -94,8 +94,7 @@ class Session:
         else:
             self._start_sampler()
         self._display = stack.enter_context(Display(self._console, start=self.loop.step, max_steps=c.max_steps))
-        first_gap = next((row[GAP] for row in read_metrics(self.run_dir) if GAP in row), None)
-        self._watchdogs = Watchdogs(c, first_gap, built.rewarder.in_threads)
+        self._watchdogs = Watchdogs(c, first_gap(self.run_dir / METRICS), built.rewarder.in_threads)
         self._look_at_agreement(self.loop.step)
         self._look_at_success(self.loop.step)
         self._notify("on_train_begin")

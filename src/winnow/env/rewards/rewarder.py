@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
@@ -138,6 +139,9 @@ class Rewarder:
         self._calls = Deadlines(timeout_s)
         self._work: list[_Work] = []
         self._metrics: list[tuple[str, float]] = []
+        self._signals: set[str] = set()
+        """Names of functions that have set a signal handler in their thread."""
+        self._warned: set[str] = set()
         try:
             functions = [self._function(spec, w) for spec, w in zip(specs, weights, strict=True)]
         except BaseException:
@@ -197,10 +201,16 @@ class Rewarder:
                 break
             owed = [future for work in self._work for future in work.unfinished()]
             wait_for(owed, return_when=FIRST_COMPLETED)
+        self._warn_of_signals()
         self._work = [work for work in self._work if work not in finished]
         for work in finished:
             self._settle(work)
         return [work.group for work in finished]
+
+    def _warn_of_signals(self) -> None:
+        for name in self._signals - self._warned:
+            self._warned.add(name)
+            warnings.warn(f"reward {name}: {NO_SIGNALS}", stacklevel=3)
 
     def pop_metrics(self) -> dict[str, float]:
         """Return means of the values logged with `log_metric` since the last call."""
@@ -294,10 +304,10 @@ class Rewarder:
 
     def _in_process(self, function: _Function, arguments: dict[str, Any]) -> Future[Any]:
         assert function.call is not None
-        bound, name = partial(function.call, **arguments), f"reward {function.name}"
+        bound, notice = partial(function.call, **arguments), partial(self._signals.add, function.name)
         if _is_async(bound):
-            return self._calls.submit_async(partial(awaited_noticing, bound, name, NO_SIGNALS))
-        return self._calls.submit(partial(called_noticing, bound, name, NO_SIGNALS))
+            return self._calls.submit_async(partial(awaited_noticing, bound, notice))
+        return self._calls.submit(partial(called_noticing, bound, notice))
 
     def _settle(self, work: _Work) -> None:
         by_rollout: list[list[Outcome]] = [[] for _ in work.rollouts]
@@ -312,17 +322,17 @@ class Rewarder:
         for rollout, row in zip(work.rollouts, by_rollout, strict=True):
             self._write(rollout, row)
 
-    def _said(self, error: Exception) -> str:
+    def _said(self, function: _Function, error: Exception) -> str:
         if isinstance(error, WorkerError):
             return self._workers.with_hidden(error.detail)
-        return "; ".join([describe_error(error), *getattr(error, "__notes__", ())])
+        return describe_error(error) + (f"; {NO_SIGNALS}" if function.name in self._signals else "")
 
     def _write(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
         """Write the reward, or fate and reason, of one rollout."""
         judged = list(zip(self._functions, outcomes, strict=True))
         rollout.rewards = {f.name: None if isinstance(o, Exception) else o for f, o in judged}
         values = [f.weight * o for f, o in judged if isinstance(o, float)]
-        cause = next((f"reward {f.name}: {self._said(o)}" for f, o in judged if isinstance(o, Exception)), "")
+        cause = next((f"reward {f.name}: {self._said(f, o)}" for f, o in judged if isinstance(o, Exception)), "")
         if not cause and not values:
             cause = "no reward function applied"
         if not cause and not abs(sum(values)) <= MAX_REWARD:

@@ -6,7 +6,6 @@ Such code (math-verify's own timeouts, `signal.alarm` in a tool) often catches t
 from __future__ import annotations
 
 import signal
-import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,45 +13,35 @@ from typing import Any
 
 from .functions import awaited
 
-_attempts: ContextVar[list[int] | None] = ContextVar("attempts", default=None)
+_notice: ContextVar[Callable[[], None] | None] = ContextVar("notice", default=None)
 _set_handler = signal.signal
 
 
 @contextmanager
-def noticing_signals(name: str, remedy: str) -> Iterator[None]:
-    """Where the code inside calls `signal.signal`, warn, and add the remedy to its error as a note.
-
-    Meant for threads other than the main one.
-    """
+def noticing_signals(notice: Callable[[], None]) -> Iterator[None]:
+    """Call `notice` when the code inside calls `signal.signal`. Meant for threads other than the main one."""
     signal.signal = _noticed
-    attempts: list[int] = []
-    token = _attempts.set(attempts)
+    token = _notice.set(notice)
     try:
         yield
-    except Exception as error:
-        if attempts:
-            error.add_note(remedy)
-        raise
     finally:
-        _attempts.reset(token)
-        if attempts:
-            warnings.warn(f"{name}: {remedy}", stacklevel=2)
+        _notice.reset(token)
 
 
-def called_noticing(call: Callable[[], Any], name: str, remedy: str) -> Any:
+def called_noticing(call: Callable[[], Any], notice: Callable[[], None]) -> Any:
     """Return a function's result, awaited if necessary."""
-    with noticing_signals(name, remedy):
+    with noticing_signals(notice):
         return awaited(call())
 
 
-async def awaited_noticing(call: Callable[[], Awaitable[Any]], name: str, remedy: str) -> Any:
+async def awaited_noticing(call: Callable[[], Awaitable[Any]], notice: Callable[[], None]) -> Any:
     """Await an async function on the current event loop, otherwise like `called_noticing`."""
-    with noticing_signals(name, remedy):
+    with noticing_signals(notice):
         return await call()
 
 
 def _noticed(signalnum: Any, handler: Any) -> Any:
-    attempts = _attempts.get()
-    if attempts is not None:
-        attempts.append(signalnum)
+    notice = _notice.get()
+    if notice is not None:
+        notice()
     return _set_handler(signalnum, handler)

@@ -39,7 +39,7 @@ def log_ratio(
     `sequence`: the sum over a rollout's action tokens, the log ratio of the whole rollout. `geometric`: their mean, the
     log of the geometric mean of the token ratios (GSPO, Zheng et al. 2025); 0 for a row without action tokens. Outside
     the mask a token's log ratio is 0. Both log-probabilities must be of the same distribution: after temperature, top-p
-    and top-k.
+    and top-k. Raises ValueError on an unknown level.
     """
     difference_BT = torch.where(mask_BT.bool(), logp_BT.detach() - sampler_logp_BT, 0.0)
     if level == "token":
@@ -47,7 +47,9 @@ def log_ratio(
     total_B1 = sum_at_rows(difference_BT.sum(1, keepdim=True), rollout_B)
     if level == "sequence":
         return total_B1
-    return total_B1 / sum_at_rows(mask_BT.sum(1, keepdim=True), rollout_B).clamp(min=1)
+    if level == "geometric":
+        return total_B1 / sum_at_rows(mask_BT.sum(1, keepdim=True), rollout_B).clamp(min=1)
+    raise ValueError(f"level must be token, sequence or geometric, not {level!r}")
 
 
 def weight(log_w: torch.Tensor) -> torch.Tensor:

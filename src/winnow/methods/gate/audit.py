@@ -161,6 +161,8 @@ class Audited:
         self.judge = judge
 
     def __getattr__(self, name: str) -> Any:
+        if name == "part":  # a copy that is not filled yet
+            raise AttributeError(name)
         return getattr(self.part, name)
 
     def observe(self, group: Group) -> None:

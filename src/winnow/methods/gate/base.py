@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -162,24 +163,26 @@ def env_steps(rule: Rule) -> tuple[int, ...]:
     return (at.k,) if isinstance(at, EnvStep) else tuple(step.k for step in at)
 
 
-_OVERRIDES: TypeAdapter[Overrides | None] = TypeAdapter(Overrides | None)
+@lru_cache(maxsize=64)
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
 def rule_state(named: NamedRule) -> dict[str, Any]:
     """Return a rule as plain JSON values."""
-    adapter: TypeAdapter[Any] = TypeAdapter(type(named.rule))
+    overrides = named.overrides
     return {
         "name": named.name,
-        "rule": adapter.dump_python(named.rule, mode="json"),
-        "overrides": _OVERRIDES.dump_python(named.overrides, mode="json"),
+        "rule": _adapter(type(named.rule)).dump_python(named.rule, mode="json"),
+        "overrides": None if overrides is None else _adapter(Overrides).dump_python(overrides, mode="json"),
     }
 
 
 def rule_from(state: Mapping[str, Any], rule: type) -> NamedRule:
     """Return the rule of class `rule` from its `rule_state`."""
-    adapter: TypeAdapter[Any] = TypeAdapter(rule)
-    overrides = _OVERRIDES.validate_python(state["overrides"])
-    return NamedRule(state["name"], adapter.validate_python(state["rule"]), overrides)
+    under = state["overrides"]
+    overrides = None if under is None else _adapter(Overrides).validate_python(under)
+    return NamedRule(state["name"], _adapter(rule).validate_python(state["rule"]), overrides)
 
 
 def of_gate(decisions: Sequence[Decision], name: str) -> list[Decision]:

@@ -20,7 +20,8 @@ Signal = Callable[[Strings, Strings, int], float]
 """`f(actions, observations, k)`.
 
 `actions[i]`: the actions of trajectory i so far, in order; longer than k is cut to k. `observations[i][t]`: the
-environment's answer to `actions[i][t]`. At least one trajectory, as many observations as actions, and k from 1 on.
+environment's answer to `actions[i][t]`. Raises ValueError without a trajectory, on k < 1, and when a trajectory's
+actions and observations differ in number.
 """
 
 T = TypeVar("T", bound=Hashable)
@@ -34,6 +35,7 @@ def prefix_edit_distance(actions: Strings, observations: Strings, k: int) -> flo
 
     0 when all are the same, or for a single trajectory.
     """
+    _check(actions, observations, k)
     prefixes = [_padded(t, k) for t in actions]
     codes = {a: chr(i) for i, a in enumerate({a for p in prefixes for a in p})}  # exact, unlike hashes
     counts = Counter("".join([codes[a] for a in p]) for p in prefixes)
@@ -45,21 +47,27 @@ def action_bigram_jaccard(actions: Strings, observations: Strings, k: int) -> fl
 
     0 when all are the same, for a single trajectory, and at k = 1, where no pairs of actions exist.
     """
-    return _mean_of_pairs(Counter(frozenset(pairwise(_padded(t, k))) for t in actions), _jaccard_distance)
+    _check(actions, observations, k)
+    bigrams = [set(pairwise(_padded(t, k))) for t in actions]
+    bits = {b: 1 << i for i, b in enumerate(set().union(*bigrams))}  # sets as integers: fast to compare
+    return _mean_of_pairs(Counter(sum(bits[b] for b in own) for own in bigrams), _jaccard_distance)
 
 
 def unique_prefix_ratio(actions: Strings, observations: Strings, k: int) -> float:
     """Return distinct sequences of the first k actions / number of trajectories: 1/G when all are the same."""
+    _check(actions, observations, k)
     return _distinct(tuple(_padded(t, k)) for t in actions)
 
 
 def unique_action_ratio(actions: Strings, observations: Strings, k: int) -> float:
     """Return distinct actions at step k / number of trajectories; END counts as one."""
+    _check(actions, observations, k)
     return _distinct(_at(t, k) for t in actions)
 
 
 def action_entropy(actions: Strings, observations: Strings, k: int) -> float:
     """Return the Shannon entropy of the actions at step k, in bits, divided by log2 G; 0 for a single trajectory."""
+    _check(actions, observations, k)
     g = len(actions)
     counts = Counter(_at(t, k) for t in actions).values()
     if len(counts) == 1:
@@ -72,6 +80,7 @@ def obs_unique_ratio(actions: Strings, observations: Strings, k: int) -> float:
 
     At k = 1 that is the observation of the reset, which a group shares.
     """
+    _check(actions, observations, k)
     return _distinct(
         END if len(a) < k else ("",) if k == 1 else (o[k - 2],) for a, o in zip(actions, observations, strict=True)
     )
@@ -82,6 +91,7 @@ def termination_fraction(actions: Strings, observations: Strings, k: int) -> flo
 
     Meant for when every trajectory has taken k steps or ended: those with fewer have ended.
     """
+    _check(actions, observations, k)
     return sum(len(t) < k for t in actions) / len(actions)
 
 
@@ -100,6 +110,15 @@ SIGNALS: dict[str, Signal] = {
 """Name -> signal, in the order of the paper's table 7."""
 
 
+def _check(actions: Strings, observations: Strings, k: int) -> None:
+    if k < 1:
+        raise ValueError(f"k counts environment steps from 1, not {k}")
+    if not actions:
+        raise ValueError("a signal needs at least one trajectory")
+    if [len(a) for a in actions] != [len(o) for o in observations]:
+        raise ValueError("every trajectory needs as many observations as actions, each the answer to its action")
+
+
 def _padded(trajectory: Sequence[str], k: int) -> list[str | None]:
     taken = list(trajectory[:k])
     return [*taken, *[END] * (k - len(taken))]
@@ -114,8 +133,9 @@ def _distinct(things: Iterable[Hashable]) -> float:
     return len(set(every)) / len(every)
 
 
-def _jaccard_distance(a: frozenset[T], b: frozenset[T]) -> float:
-    return 1 - len(a & b) / len(a | b)
+def _jaccard_distance(a: int, b: int) -> float:
+    """Return the Jaccard distance of two different sets of bits."""
+    return 1 - (a & b).bit_count() / (a | b).bit_count()
 
 
 def _mean_of_pairs(counts: Counter[T], distance: Callable[[T, T], float], unit: int = 1) -> float:

@@ -71,8 +71,8 @@ class AdaptiveSize(GroupSize):
     state_model = AdaptiveState
 
     def __init__(self, options: AdaptiveK, base: int, high: int) -> None:
-        super().__init__(base, high)
         self.options = options
+        self.smallest, self.largest = base, high
         self.size = base
         self.history: list[float] = []
         self.steps: int | None = None

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from ...base.state import Stateful
 from ...types import Group, GroupKind
 
 
-class GroupSize(Stateful):
-    """Decides how many siblings the next groups have; by default always the smallest number."""
+class GroupSize(Stateful, ABC):
+    """Decides how many siblings the next groups have."""
 
+    smallest: int
+    """Size of the run's smallest group."""
+    largest: int
+    """Size of the run's largest group."""
     in_parts: bool = False
     """Whether siblings may join a finished group (`more`)."""
 
-    def __init__(self, smallest: int, largest: int) -> None:
-        """Take the sizes of the run's smallest and largest group."""
-        self.smallest, self.largest = smallest, largest
-
+    @abstractmethod
     def next(self) -> int:
         """Return the size of the next group."""
-        return self.smallest
 
     def more(self, group: Group, kind: GroupKind) -> int:
         """Return how many siblings join a group whose parts so far are finished; 0: it is whole."""

@@ -11,5 +11,13 @@ from .base import GroupSize
 class Fixed:
     """Every group has `num_generations` siblings."""
 
-    def build(self, num_generations: int) -> GroupSize:
-        return GroupSize(num_generations, num_generations)
+    def build(self, num_generations: int) -> FixedSize:
+        return FixedSize(num_generations)
+
+
+class FixedSize(GroupSize):
+    def __init__(self, size: int) -> None:
+        self.smallest = self.largest = size
+
+    def next(self) -> int:
+        return self.largest

@@ -56,8 +56,11 @@ class SequentialSize(GroupSize):
     in_parts = True
 
     def __init__(self, probe: int, size: int, hard_size: int) -> None:
-        super().__init__(probe, max(size, hard_size))
+        self.smallest, self.largest = probe, max(size, hard_size)
         self.size, self.hard_size = size, hard_size
+
+    def next(self) -> int:
+        return self.smallest
 
     def more(self, group: Group, kind: GroupKind) -> int:
         """Where too few siblings have a reward to tell, the others decide."""

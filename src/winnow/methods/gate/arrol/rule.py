@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from math import comb, exp, tanh
 from typing import Any, Literal
 
@@ -132,11 +133,14 @@ class ArrolRule:
 
     def _draws(self, views: Sequence[GroupView]) -> dict[int, tuple[list[float], float]]:
         """Return draws by visit: one per sibling, and the highest of those that survive at any chance."""
+        groups = {v.visit.number: v for v in views}
+        sizes = [len(v.running) for v in groups.values()]
+        keys = [noise_key(self.seed, QUALITY_STREAM, v.visit.prompt.ordinal, v.visit.epoch) for v in groups.values()]
+        keys_N = as_tensor(keys).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+        draws = iter(uniform(keys_N, torch.cat([torch.arange(0), *map(torch.arange, sizes)])).tolist())
         found = {}
-        for number, view in {v.visit.number: v for v in views}.items():
-            key = noise_key(self.seed, QUALITY_STREAM, view.visit.prompt.ordinal, view.visit.epoch)
-            size = len(view.running)
-            draws_G = uniform(as_tensor([key]), torch.arange(size)).tolist()
+        for number, size in zip(groups, sizes, strict=True):
+            draws_G = list(islice(draws, size))
             found[number] = draws_G, sorted(draws_G)[min(self.least, size) - 1] if self.least else -1.0
         return found
 
