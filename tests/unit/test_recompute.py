@@ -277,7 +277,7 @@ FAMILIES += ["Ministral3", "Mistral", "Olmo2", "Olmo3", "Qwen2", "Qwen3", "SmolL
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_gated_layers_gives_the_same_gradients(family: str) -> None:
-    """`GATED` and the norms beside them are taken for pure functions: nothing is tried out in a run."""
+    """`GATED` and plain norms are taken for pure functions: nothing is tried out in a run."""
     torch.manual_seed(0)
     heads = {"num_key_value_heads": SIZES["num_attention_heads"]} if family == "DeepseekV3" else {"head_dim": 8}
     config = getattr(hf, f"{family}Config")(vocab_size=VOCABULARY, **SIZES | heads)

@@ -13,8 +13,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,12 +99,7 @@ def get(name: str, say: Say) -> dict[str, Any]:
         raise ConfigError(f"models: unknown name '{name}'.{nearest(name, list(PRETRAINED))}")
     directory = directory_of(name)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_name(f".{directory.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process that holds {lock.name}; if it hangs, end it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with _alone(directory):
         problem = damage(directory) if directory.exists() else "missing"
         if problem and directory.exists():
             say(f"{directory} is damaged ({problem}) and is made again")
@@ -131,6 +128,22 @@ def damage(directory: Path, *, digests: bool = True) -> str:
 def _manifest(directory: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     return manifest
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Hold the lock for creating this directory. Raises ConfigError if another process holds it too long."""
+    deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
+    with directory.with_name(f".{directory.name}.lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"models: another process holds {file.name}; end it, and try again") from None
+                time.sleep(0.2)
+        yield
 
 
 def _make(model: Pretrained, directory: Path, say: Say) -> None:

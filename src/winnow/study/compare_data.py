@@ -60,7 +60,10 @@ class RunData:
 
 
 def read_run_data(path: Path) -> RunData:
-    """Read a run. Raises RunDirectoryError if it is none, ConfigError if never evaluated, LedgerError if damaged."""
+    """Read a run.
+
+    Raises RunDirectoryError if `path` is no run directory, ConfigError if never evaluated, LedgerError if damaged.
+    """
     notes: list[str] = []
     config = read_config(path)
     if "success_reward" in config:  # written by version 0.2

@@ -28,9 +28,12 @@ def max_at_k(rewards_G: np.ndarray, k: int) -> np.ndarray:
     n. k = 1 is RLOO; with rewards of 0 and 1 this is the pass@k objective.
 
     [G] -> [G]; NaN members stay NaN. All equal, or fewer than max(k, 2) present: zeros (fewer than k have no
-    unbiased estimate, and a smaller k is another objective). O(n^2), float64. Raises ValueError on a shape other than
-    [G] or an infinite reward. Derived here; the estimator of J is that of Chen et al. 2021 (pass@k), for any reward.
+    unbiased estimate, and a smaller k is another objective). O(n^2), float64. Raises ValueError on k < 1, a shape other
+    than [G] or an infinite reward. Derived here; the estimator of J is that of Chen et al. 2021 (pass@k), for any
+    reward.
     """
+    if k < 1 or k != int(k):
+        raise ValueError(f"k must be a whole number >= 1, not {k}")
     there = present(rewards_G)
     if no_signal(there) or len(there) < k:
         return zeros_where_present(rewards_G)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...types import Group
-from ._arrays import no_signal, zeros_where_present
+from ._arrays import no_signal, present, zeros_where_present
 from ._base import Advantage
 
 
@@ -18,11 +18,11 @@ def reinforce_pp(rewards_N: np.ndarray, tokens_N: np.ndarray, eps: float = 1e-6)
 
     float [N], NaN where absent, and the number of action tokens of each rollout [N] -> [N]. Every token counts its
     rollout's reward once, so a long rollout weighs more. NaN members stay NaN. No tokens, or all rewards equal: zeros.
-    Source: Hu 2025 (REINFORCE++), global advantage normalisation; its KL penalty is `kl_in_reward`, a rollout's whole
-    penalty at every token.
+    Raises ValueError on another shape or an infinite reward. Source: Hu 2025 (REINFORCE++), global advantage
+    normalisation; its KL penalty is `kl_in_reward`, a rollout's whole penalty at every token.
     """
     counted = ~np.isnan(rewards_N) & (tokens_N > 0)
-    if no_signal(rewards_N[counted]):
+    if no_signal(present(np.where(counted, rewards_N, np.nan))):
         return zeros_where_present(rewards_N)
     mean = np.average(rewards_N[counted], weights=tokens_N[counted])
     std = np.average((rewards_N[counted] - mean) ** 2, weights=tokens_N[counted]) ** 0.5
