@@ -109,3 +109,9 @@ def test_dtypes_and_order_are_kept() -> None:
 def test_bad_input_is_refused(k: int) -> None:
     with pytest.raises(ValueError, match=r"k\n.*greater than 0 "):
         ADVANTAGES["max_at_k"](k=k)
+
+
+@pytest.mark.parametrize("k", [0, 1.5])
+def test_an_impossible_k_is_refused(k: float) -> None:
+    with pytest.raises(ValueError, match="k must be a whole number >= 1"):
+        max_at_k(np.array([1.0, 0.0]), k)  # type: ignore[arg-type]
