@@ -1,4 +1,4 @@
-"""Arms at several learning rates, on 4,096 Countdown puzzles: what a tuned DAPO needs, and what is saved on it.
+"""Arms at several learning rates, on several tasks: what a tuned DAPO needs, and what is saved on it.
 
 Rates are chosen on `TUNING`, a seed that is not reported.
 """
@@ -26,7 +26,7 @@ BAYES = ("selector=bayes", *ROUNDS)
 REUSE = ("reuse={updates: 4, max_age: 16, min_ess: 0.5}", "step_scale=ess")
 CLIP = ("policy_loss=clip", "epsilon_high=0.28", "correction=none")
 PROBE = ("group_size={name: sequential, probe: 4}",)
-SMALL = ("prompts_per_step=8", "eval_steps=100")
+SMALL = ("prompts_per_step=8",)
 """As many optimizer steps a sampled token as `REUSE` has, each with a quarter of the groups."""
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
 """Knows every pass rate: all prompts are rolled out 16 times every 100 steps, which costs it nothing here."""
@@ -62,25 +62,29 @@ class Setting:
     rate: float
     steps: int
     """Of an arm without a change in `STEPS`."""
+    eval_steps: int
+    """The same."""
     start: Start | None = None
 
 
 TASKS = {
     "countdown": Setting(
-        "countdown-dapo", ("env.train_size=4096",), 1e-4, 300, Start("countdown-uniform", {"max_steps": 270})
+        "countdown-dapo", ("env.train_size=4096",), 1e-4, 300, 25, Start("countdown-uniform", {"max_steps": 270})
     ),
     "chain": Setting(
         "chain-sum-arrol",
-        (*DAPO_REFILL, "eval_steps=10", "eval_prompts=256"),
+        (*DAPO_REFILL, "eval_prompts=256", "eval_generations=4"),
         1e-4,
-        100,
+        60,
+        5,
         Start("chain-sum-arrol", {"max_steps": 900, "batch_size": 32}, "warm-chain-sum", shared=True),
     ),
     "smollm2": Setting(
         "arithmetic-smollm2",
-        (*DAPO_REFILL, "model=smollm2-135m", "eval_steps=4", "eval_prompts=256", "eval_generations=4"),
+        (*DAPO_REFILL, "model=smollm2-135m", "eval_prompts=256", "eval_generations=4"),
         1e-5,
         60,
+        4,
     ),
 }
 BASE = "dapo-fixed"
@@ -235,9 +239,14 @@ def draw(said: Said, path: Path) -> None:
 def arms() -> Iterator[Arm]:
     for task, each in TASKS.items():
         for arm, changes in METHODS.items():
-            steps = round(each.steps * math.prod(STEPS.get(change, 1) for change in changes))
+            more = math.prod(STEPS.get(change, 1) for change in changes)
+            every = each.eval_steps * (STEPS[SMALL[0]] if SMALL[0] in changes else 1)
             for rate in RATES:
-                settings = (f"learning_rate={rate * each.rate:g}", f"max_steps={steps}")
+                settings = (
+                    f"learning_rate={rate * each.rate:g}",
+                    f"max_steps={round(each.steps * more)}",
+                    f"eval_steps={every}",
+                )
                 yield Arm(name_of(arm, rate, task), each.recipe, (*each.changes, *changes, *settings), each.start)
 
 

@@ -99,7 +99,6 @@ class Collector:
     judge: GroupJudge
     limits: Limits
     gates: dict[str, Gate] = field(default_factory=dict)
-    """Gates by name."""
     reuse: Reuse | None = None
 
     def __post_init__(self) -> None:
@@ -235,7 +234,7 @@ class Collector:
         failpoint("launch")
         kept = [visit for visit in visits if visit.verdict.keep]
         for visit in kept:
-            self._start(visit, self.group_size.next())
+            self._start(visit, self.group_size.size_of(visit.prompt))
         self._nothing_left = len(kept) < n
         if not kept and not in_flight:
             reason = next((v.verdict.reason for v in reversed(visits)), "")
@@ -280,6 +279,7 @@ class Collector:
             gate.observe(group)
         self.tally.finished(group)
         self.selector.observe(group)
+        self.group_size.learn(group)
         failpoint("take")
         self.stop = self.stop or self._useful.of_failures(step, self.tally, self.buffer.prompts_per_step)
         reason = refusal = self.judge.refusal(group)

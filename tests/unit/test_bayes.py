@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from winnow.methods.group_kind import BY_REWARDS
-from winnow.methods.select.bayes import Bayes, BayesSelector, mixed_probability
+from winnow.methods.posterior import mixed_probability
+from winnow.methods.select.bayes import Bayes, BayesSelector
 from winnow.types import Group, Prompt, Rollout, Visit
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(2000)]
@@ -57,12 +58,12 @@ def test_who_is_always_or_never_solved_is_rolled_out_rarely_and_who_is_new_alway
 def test_a_posterior_grows_less_sure_while_the_policy_changes_and_keeps_its_mean() -> None:
     chosen = selector(forget=0.5)
     chosen.observe(group(0, [0.0] * 8))
-    before = chosen.posterior(np.array([0, 1]))
+    before = chosen.posteriors.of(np.array([0, 1]))
     assert before[0] + before[1] == pytest.approx([Bayes.strength + 8, Bayes.strength])
     mean = before[0][0] / (before[0][0] + before[1][0])
     for wanted in (4.75, 2.375, 1.5, 1.5):
         chosen.end_step()
-        a, b = chosen.posterior(np.array([0, 1]))
+        a, b = chosen.posteriors.of(np.array([0, 1]))
         assert a + b == pytest.approx([wanted, Bayes.strength])
         assert a[0] / (a[0] + b[0]) == pytest.approx(mean)
 
@@ -70,10 +71,12 @@ def test_a_posterior_grows_less_sure_while_the_policy_changes_and_keeps_its_mean
 def test_failed_and_undecided_rollouts_are_absent() -> None:
     chosen = selector()
     chosen.observe(group(0, [None, None, 1.0]))
-    assert not chosen.a_N.any()
-    prior = chosen.prior()
+    assert not chosen.posteriors.a_N.any()
+    prior, _ = chosen.posteriors.prior()
     chosen.observe(group(0, [None, 0.0, 1.0, 1.0]))
-    assert (chosen.a_N[0], chosen.b_N[0]) == pytest.approx((prior + 2, Bayes.strength - prior + 1))
+    assert (chosen.posteriors.a_N[0], chosen.posteriors.b_N[0]) == pytest.approx(
+        (prior + 2, Bayes.strength - prior + 1)
+    )
 
 
 def test_a_group_whose_rewards_differ_teaches_though_none_is_right() -> None:

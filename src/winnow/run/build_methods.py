@@ -88,6 +88,8 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
     facts = RunFacts(c, prompts, options, filters, *of_advantage, group_size.smallest, judge.least)
     for problem in facts.problems():
         raise ConfigError(problem)
+    with _errors_of("group_size"):
+        group_size.begin(prompts, judge)
     with _errors_of("selector"):
         selector: StreamSelector = options["selector"][0].build(prompts, c.seed, judge)
     return Methods(

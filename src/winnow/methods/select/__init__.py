@@ -8,6 +8,7 @@ from .greso import Greso
 from .ordered import Ordered
 from .pass_rate import PassRate as PassRateBand
 from .stream import StreamSelector
+from .thompson import Thompson
 from .uniform import Uniform
 
 __all__ = ["SELECTORS", "StreamSelector"]
@@ -19,5 +20,6 @@ SELECTORS: dict[str, type] = {
     "backoff": Backoff,
     "pass_rate": PassRateBand,
     "bayes": Bayes,
+    "thompson": Thompson,
 }
 """Name -> frozen dataclass of options with `build(prompts, seed, judge) -> StreamSelector`."""

@@ -1,38 +1,25 @@
 """Select by posterior: roll out a prompt the rarer, the less likely its group is to be mixed.
 
-Each prompt has a Beta posterior of its pass rate, whose prior is the run's mean rate. While the policy changes the
-posterior becomes less sure, but keeps its mean: a prompt that was never solved rarely is the next time. The chance of a
-mixed group has a closed form. Draws are keyed by (seed, prompt, epoch) and their probabilities recorded. Kin: MoPPS and
-BOTS, which take the prompts with drawn rates nearest to 1/2.
+The chance of a mixed group has a closed form under a prompt's `Posteriors`, so nothing is drawn from them. Draws are
+keyed by (seed, prompt, epoch) and their probabilities recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ...base.array_json import Packed
 from ...base.options import CHECKED
-from ...base.state import Count, Probability, State
+from ...base.state import Probability, State
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
+from ..posterior import Posteriors, mixed_probability
 from .stream import StreamSelector, StreamState
-
-
-def mixed_probability(a: np.ndarray, b: np.ndarray, size: int) -> np.ndarray:
-    """Return the chance that `size` rollouts are neither all right nor all wrong, at a rate from Beta(a, b).
-
-    1 - E[p^G + (1 - p)^G] in closed form. float64 arrays that broadcast.
-    """
-    k = np.arange(size)
-    total = np.add.outer(a + b, k)
-    mixed: np.ndarray = 1.0 - (np.add.outer(a, k) / total).prod(-1) - (np.add.outer(b, k) / total).prod(-1)
-    return mixed
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -59,13 +46,7 @@ class Bayes:
 
 
 class BayesState(StreamState):
-    a_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="a")
-    b_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="b")
-    seen_at_N: Annotated[np.ndarray, Packed("u4", "prompts")] = Field(alias="seen_at")
-    step: Count
     size: PositiveInt
-    all_right: NonNegativeFloat
-    all_rollouts: NonNegativeFloat
 
 
 class BayesSelector(StreamSelector):
@@ -76,39 +57,18 @@ class BayesSelector(StreamSelector):
     def __init__(self, prompts: Sequence[Prompt], seed: int, options: Bayes, judge: GroupJudge) -> None:
         super().__init__(prompts, seed)
         self.options, self.judge = options, judge
-        self.a_N = np.zeros(len(prompts), np.float32)
-        self.b_N = np.zeros(len(prompts), np.float32)
-        """Posteriors after each prompt's last group, with the prior; 0 for prompts never seen."""
-        self.seen_at_N = np.zeros(len(prompts), np.uint32)
-        """Step of that group."""
-        self.step, self.size = 0, 8
-        """Steps so far, and the size of the last step's smallest group: a probe decides whether its group is mixed."""
+        self.posteriors = Posteriors(len(prompts), judge, forget=options.forget, strength=options.strength)
+        self.size = 8
+        """Size of the last step's smallest group: a probe decides whether its group is mixed."""
         self._sizes: list[int] = []
-        self.all_right, self.all_rollouts = 1.0, 2.0
-        """Right rollouts and all, of all prompts, forgotten likewise."""
         self._found: list[tuple[float, float]] = []
         """Predicted chance and outcome of the groups of this step."""
 
-    def posterior(self, ordinals_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return a and b of the prompts' Beta posteriors, float64 [N]."""
-        strength = self.options.strength
-        a_N, b_N = self.a_N[ordinals_N].astype(np.float64), self.b_N[ordinals_N].astype(np.float64)
-        seen_N = a_N + b_N > 0
-        worth_N = np.where(seen_N, a_N + b_N, 1.0)
-        age_N = self.step - self.seen_at_N[ordinals_N].astype(np.float64)
-        left_N = np.maximum(self.options.forget**age_N, strength / worth_N)
-        prior = self.prior()
-        return np.where(seen_N, a_N * left_N, prior), np.where(seen_N, b_N * left_N, strength - prior)
-
-    def prior(self) -> float:
-        """Return a of a prompt never seen; its b is `strength` - a."""
-        return self.options.strength * self.all_right / self.all_rollouts
-
     def keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
         """Return the probability to roll out each prompt, float64 [N]: 1 for who is as promising as one never seen."""
-        prior = self.prior()
-        unseen = mixed_probability(np.array([prior]), np.array([self.options.strength - prior]), self.size)
-        keep_N = mixed_probability(*self.posterior(ordinals_N), self.size) / unseen
+        prior_a, prior_b = self.posteriors.prior()
+        unseen = mixed_probability(np.array([prior_a]), np.array([prior_b]), self.size)
+        keep_N = mixed_probability(*self.posteriors.of(ordinals_N), self.size) / unseen
         return np.clip(keep_N**self.options.power, self.options.floor, 1.0)
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
@@ -118,42 +78,36 @@ class BayesSelector(StreamSelector):
         p = float(self.keep_probability(np.array([ordinal]))[0])
         if keep:
             return KEEP if p == 1 else Verdict(True, probability=p)
-        a, b = (float(x[0]) for x in self.posterior(np.array([ordinal])))
+        a, b = (float(x[0]) for x in self.posteriors.of(np.array([ordinal])))
         return Verdict(False, f"bayes: a pass rate of about {a / (a + b):.2f}", 1 - p)
 
     def observe(self, group: Group) -> None:
-        """Count right and wrong rollouts; failed, pruned and undecided ones, and groups that were cut, are absent.
-
-        Where rewards differ but none or all are right, half of them count as right: such a group teaches.
-        """
-        judged = [self.judge.success.right(r) for r in group.siblings if r.reward is not None]
-        right, wrong = float(judged.count(True)), float(judged.count(False))
+        right, wrong = self.posteriors.counts(group)
         if right + wrong < 2:
             return
-        mixed = self.judge.kind(group) is GroupKind.SIGNAL
-        if mixed and not right * wrong:
-            right = wrong = (right + wrong) / 2
-        ordinals = np.array([group.prompt.ordinal])
-        a, b = self.posterior(ordinals)
-        self._found.append((float(mixed_probability(a, b, min(self.size, int(right + wrong)))[0]), float(mixed)))
-        self.a_N[ordinals], self.b_N[ordinals] = a + right, b + wrong
-        self.seen_at_N[ordinals] = self.step
+        a, b = self.posteriors.of(np.array([group.prompt.ordinal]))
+        predicted = mixed_probability(a, b, min(self.size, int(right + wrong)))
+        self._found.append((float(predicted[0]), float(self.judge.kind(group) is GroupKind.SIGNAL)))
         self._sizes.append(len(group.siblings))
-        self.all_right, self.all_rollouts = self.all_right + right, self.all_rollouts + right + wrong
+        self.posteriors.add(group.prompt.ordinal, right, wrong)
 
     def end_step(self) -> None:
         super().end_step()
-        self.step += 1
+        self.posteriors.end_step()
         self.size = min(self._sizes, default=self.size)
-        self._sizes = []
-        forget = self.options.forget
-        self.all_right, self.all_rollouts = 1 + (self.all_right - 1) * forget, 2 + (self.all_rollouts - 2) * forget
-        self._found = []
+        self._sizes, self._found = [], []
 
     def metrics(self) -> dict[str, float]:
-        found = super().metrics()
+        metrics = super().metrics()
         if self._found:
             predicted, mixed = np.array(self._found).T
-            found["bayes/predicted"], found["bayes/mixed"] = float(predicted.mean()), float(mixed.mean())
-            found["bayes/brier"] = float(((predicted - mixed) ** 2).mean())
-        return found
+            metrics["bayes/predicted"], metrics["bayes/mixed"] = float(predicted.mean()), float(mixed.mean())
+            metrics["bayes/brier"] = float(((predicted - mixed) ** 2).mean())
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | self.posteriors.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.posteriors.load_state_dict(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .adaptive_k import AdaptiveK
+from .allocate import Allocate
 from .base import GroupSize
 from .fixed import Fixed
 from .rollout_batch import Adaptive, Exact, RolloutBatch
@@ -11,7 +12,12 @@ from .sequential import Sequential
 
 __all__ = ["ROLLOUT_BATCHES", "SIZES", "GroupSize", "RolloutBatch"]
 
-SIZES: dict[str, type] = {"fixed": Fixed, "adaptive_k": AdaptiveK, "sequential": Sequential}
+SIZES: dict[str, type] = {
+    "fixed": Fixed,
+    "adaptive_k": AdaptiveK,
+    "sequential": Sequential,
+    "allocate": Allocate,
+}
 """Name -> frozen dataclass of options with `build(num_generations) -> GroupSize`."""
 
 ROLLOUT_BATCHES: dict[str, type] = {"exact": Exact, "fixed": FixedRounds, "adaptive": Adaptive}

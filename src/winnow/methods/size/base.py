@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ...base.state import Stateful
-from ...types import Group, GroupKind
+from ...types import Group, GroupKind, Prompt
+from ..group_kind import GroupJudge
 
 
 class GroupSize(Stateful, ABC):
@@ -19,13 +20,25 @@ class GroupSize(Stateful, ABC):
     in_parts: bool = False
     """Whether siblings may join a finished group (`more`)."""
 
+    def begin(self, prompts: Sequence[Prompt], judge: GroupJudge) -> None:
+        """Receive the training prompts; called once, before the first group."""
+        return
+
     @abstractmethod
     def next(self) -> int:
         """Return the size of the next group."""
 
+    def size_of(self, prompt: Prompt) -> int:
+        """Return the size of the next group, which is of this prompt."""
+        return self.next()
+
     def more(self, group: Group, kind: GroupKind) -> int:
         """Return how many siblings join a group whose parts so far are finished; 0: it is whole."""
         return 0
+
+    def learn(self, group: Group) -> None:
+        """Learn from a finished group; called for each, also for those that a filter drops later."""
+        return
 
     def observe(self, step_stats: Mapping[str, float]) -> None:
         """Learn from a training step's metrics; called once per step."""

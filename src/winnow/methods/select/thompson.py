@@ -1,0 +1,80 @@
+"""Thompson sampling: of some prompts in a row, roll out the one whose drawn pass rate is nearest to a target.
+
+MoPPS (arXiv 2507.04632); BOTS (arXiv 2510.26374) is its kin. `selector: bayes` integrates over the rate instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from ...base.array_json import Packed
+from ...base.options import CHECKED
+from ...base.state import Probability, State
+from ...types import KEEP, Group, Prompt, Verdict
+from ..group_kind import BY_REWARDS, GroupJudge
+from .stream import SELECT_STREAM, StreamSelector, StreamState
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Thompson:
+    """Of every `candidates` prompts in the epoch's order, roll out the one whose drawn rate is nearest to `target`."""
+
+    wants_signal: ClassVar[bool] = True
+
+    candidates: Annotated[int, Field(ge=2)] = 4
+    target: Probability = 0.5
+    keep: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """What a posterior keeps of earlier visits when its prompt is visited again; the rest falls back to the prior."""
+
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> ThompsonSelector:
+        return ThompsonSelector(prompts, seed, self, judge)
+
+
+class ThompsonState(StreamState):
+    right_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="right")
+    wrong_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="wrong")
+
+
+class ThompsonSelector(StreamSelector):
+    """Selector by Thompson sampling. Eight bytes per prompt and four for the order of the epoch."""
+
+    state_model: ClassVar[type[State]] = ThompsonState
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, options: Thompson, judge: GroupJudge) -> None:
+        super().__init__(prompts, seed)
+        self.options, self.judge = options, judge
+        self.right_N = np.zeros(len(prompts), np.float32)
+        self.wrong_N = np.zeros(len(prompts), np.float32)
+        """Rollouts of each prompt; the prior, Beta(1, 1), is not counted."""
+
+    def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        """Decide by whole sets of candidates, which begin at multiples of `candidates` in the epoch's order."""
+        n = self.options.candidates
+        start = self.visits % len(self.prompts)
+        keeps_N = np.zeros(len(ordinals_N), dtype=bool)
+        for first in range(start - start % n, start + len(ordinals_N), n):
+            candidates = self._order[first : first + n]
+            noise = np.random.default_rng((self.seed, SELECT_STREAM, epoch, first))
+            rates = noise.beta(1 + self.right_N[candidates], 1 + self.wrong_N[candidates])
+            chosen = first + int(np.abs(rates - self.options.target).argmin()) - start
+            if 0 <= chosen < len(ordinals_N):
+                keeps_N[chosen] = True
+        return keeps_N
+
+    def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
+        return (
+            KEEP if keep else Verdict(False, f"thompson: a neighbour's rate was drawn nearer to {self.options.target}")
+        )
+
+    def observe(self, group: Group) -> None:
+        judged = [self.judge.success.right(r) for r in group.siblings if r.reward is not None]
+        right, wrong = judged.count(True), judged.count(False)
+        if right + wrong:
+            ordinal, keep = group.prompt.ordinal, self.options.keep
+            self.right_N[ordinal] = keep * self.right_N[ordinal] + right
+            self.wrong_N[ordinal] = keep * self.wrong_N[ordinal] + wrong
