@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import tables as t
 from families.base import Arm, Family, Said, Start
+from families.gate_claims import START as ROOMS
 from runs import Run
 from tables import SEEDS, Column, Figures, Summary
 
@@ -28,6 +29,8 @@ CLIP = ("policy_loss=clip", "epsilon_high=0.28", "correction=none")
 PROBE = ("group_size={name: sequential, probe: 4}",)
 SMALL = ("prompts_per_step=8",)
 """As many optimizer steps a sampled token as `REUSE` has, each with a quarter of the groups."""
+HARD = ("group_size={name: sequential, probe: 4, hard_size: 16}",)
+KNAPSACK = ("group_size={name: allocate, value: knapsack}",)
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
 """Knows every pass rate: all prompts are rolled out 16 times every 100 steps, which costs it nothing here."""
 METHODS: dict[str, tuple[str, ...]] = {
@@ -35,17 +38,27 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dapo": (),
     "dapo-small": (*FIXED, *SMALL),
     "greso": GRESO,
+    "backoff": ("selector=backoff", *ROUNDS),
+    "mopps": ("selector=thompson", *ROUNDS),
+    "speed-rl": (*ROUNDS, *PROBE),
+    "pilot-commit": ("selector=backoff", *ROUNDS, "group_size={name: sequential, probe: 2}"),
+    "reinforce-ada": (*ROUNDS, *HARD),
+    "knapsack": (*ROUNDS, *KNAPSACK),
     "greso-small": (*GRESO, *SMALL),
     "greso-probe": (*GRESO, *PROBE),
     "greso-reuse-4": (*GRESO, *REUSE),
     "greso-reuse-4-clip": (*GRESO, *REUSE, *CLIP),
     "greso-reuse-4-probe": (*GRESO, *REUSE, *CLIP, *PROBE),
+    "bayes-reuse-4": (*BAYES, *REUSE),
+    "bayes-reuse-4-clip": (*BAYES, *REUSE, *CLIP),
     "bayes-reuse-4-probe": (*BAYES, *REUSE, *CLIP, *PROBE),
     "thrifty": (*BAYES, *SMALL),
+    "thrifty-4": (*BAYES, "prompts_per_step=4"),
+    "thrifty-knapsack": (*BAYES, *SMALL, *KNAPSACK),
     "oracle": (*ORACLE, *SMALL),
 }
 """Arm -> what it changes in the task's recipe, which refills groups without signal exactly."""
-STEPS = {REUSE[0]: 10 / 3, SMALL[0]: 4}
+STEPS = {REUSE[0]: 10 / 3, SMALL[0]: 4, "prompts_per_step=4": 8}
 """Change -> how many times as many optimizer steps an arm with it has."""
 DAPO_REFILL = (
     *("gates=[]", "filter=zero_variance", "num_generations=8", "prompts_per_step=32", "advantage=rloo"),
@@ -78,6 +91,14 @@ TASKS = {
         60,
         5,
         Start("chain-sum-arrol", {"max_steps": 900, "batch_size": 32}, "warm-chain-sum", shared=True),
+    ),
+    "alfworld": Setting(
+        "alfworld",
+        (*DAPO_REFILL, "eval_generations=4"),
+        1e-4,
+        30,
+        3,
+        Start("alfworld", ROOMS.settings, "warm-alfworld", shared=True),
     ),
     "smollm2": Setting(
         "arithmetic-smollm2",
@@ -240,12 +261,11 @@ def arms() -> Iterator[Arm]:
     for task, each in TASKS.items():
         for arm, changes in METHODS.items():
             more = math.prod(STEPS.get(change, 1) for change in changes)
-            every = each.eval_steps * (STEPS[SMALL[0]] if SMALL[0] in changes else 1)
             for rate in RATES:
                 settings = (
                     f"learning_rate={rate * each.rate:g}",
                     f"max_steps={round(each.steps * more)}",
-                    f"eval_steps={every}",
+                    f"eval_steps={round(each.eval_steps * more)}",
                 )
                 yield Arm(name_of(arm, rate, task), each.recipe, (*each.changes, *changes, *settings), each.start)
 

@@ -73,6 +73,11 @@ class Posteriors(Stateful):
         a = self.strength * self.all_right / self.all_rollouts
         return a, self.strength - a
 
+    def mean(self, ordinal: int) -> float:
+        """Return the expected pass rate of a prompt that has been seen."""
+        a, b = float(self.a_N[ordinal]), float(self.b_N[ordinal])
+        return a / (a + b)
+
     def counts(self, group: Group) -> tuple[float, float]:
         """Return the right and the wrong rollouts of a group; failed, pruned, cut and undecided ones are absent.
 

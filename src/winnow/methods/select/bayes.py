@@ -60,6 +60,8 @@ class BayesSelector(StreamSelector):
         self.posteriors = Posteriors(len(prompts), judge, forget=options.forget, strength=options.strength)
         self.size = 8
         """Size of the last step's smallest group: a probe decides whether its group is mixed."""
+        self._asked: dict[int, float] = {}
+        """Probabilities of the visits decided last."""
         self._sizes: list[int] = []
         self._found: list[tuple[float, float]] = []
         """Predicted chance and outcome of the groups of this step."""
@@ -72,14 +74,15 @@ class BayesSelector(StreamSelector):
         return np.clip(keep_N**self.options.power, self.options.floor, 1.0)
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        return self.draws(ordinals_N, epoch) < self.keep_probability(ordinals_N)
+        keep_N = self.keep_probability(ordinals_N)
+        self._asked = dict(zip(ordinals_N.tolist(), keep_N.tolist(), strict=True))
+        return self.draws(ordinals_N, epoch) < keep_N
 
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
-        p = float(self.keep_probability(np.array([ordinal]))[0])
+        p = self._asked[ordinal]
         if keep:
             return KEEP if p == 1 else Verdict(True, probability=p)
-        a, b = (float(x[0]) for x in self.posteriors.of(np.array([ordinal])))
-        return Verdict(False, f"bayes: a pass rate of about {a / (a + b):.2f}", 1 - p)
+        return Verdict(False, f"bayes: a pass rate of about {self.posteriors.mean(ordinal):.2f}", 1 - p)
 
     def observe(self, group: Group) -> None:
         right, wrong = self.posteriors.counts(group)
