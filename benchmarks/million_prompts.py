@@ -1,6 +1,6 @@
 """How long selectors take to choose a batch among a million prompts, all visited before.
 
-    python benchmarks/million_prompts.py --out benchmarks/results/million_prompts.json
+python benchmarks/million_prompts.py --out benchmarks/results/million_prompts.json
 """
 
 from __future__ import annotations

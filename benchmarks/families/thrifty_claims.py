@@ -43,6 +43,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "speed-rl": (*ROUNDS, *PROBE),
     "pilot-commit": ("selector=backoff", *ROUNDS, "group_size={name: sequential, probe: 2}"),
     "reinforce-ada": (*ROUNDS, *HARD),
+    "reinforce-ada-balanced": (*ROUNDS, "group_size={name: sequential, probe: 4, balanced: true}"),
     "knapsack": (*ROUNDS, *KNAPSACK),
     "greso-small": (*GRESO, *SMALL),
     "greso-probe": (*GRESO, *PROBE),

@@ -180,6 +180,10 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
     for change, message in (
         ({"num_generations": 2}, "group_size: probe=2 must be below num_generations=2"),
         ({"group_size": {"name": "sequential", "probe": 2, "hard_size": 2}}, "group_size: hard_size=2 must be above"),
+        (
+            {"group_size": {"name": "sequential", "probe": 2, "hard_size": 3, "balanced": True}},
+            "group_size: hard_size=3 must not be below num_generations=4",
+        ),
         ({"gates": [{"name": "random", "k": 1}]}, "group_size: gates compare the siblings of a group"),
         ({"advantage": "remax", "filter": "keep_all"}, "group_size: advantage: remax needs a greedy rollout a group"),
     ):
@@ -193,11 +197,13 @@ def judged(rewards: list[float]) -> tuple[Group, GroupKind]:
     return finished(Visit(0, 0, Prompt("p", 0, text="")), rewards), kind
 
 
-@pytest.mark.parametrize("hard_size", [None, 6])
+@pytest.mark.parametrize(("hard_size", "balanced"), [(None, False), (6, False), (6, True)])
 @pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo"])
-def test_stopping_keeps_the_direction_of_a_prompts_gradient(advantage: str, hard_size: int | None) -> None:
+def test_stopping_keeps_the_direction_of_a_prompts_gradient(
+    advantage: str, hard_size: int | None, balanced: bool
+) -> None:
     """Enumerated over all groups of five kinds of answers, two of them right: it is a multiple of the gradient of p."""
-    rule, method = Sequential(2, hard_size).build(4), ADVANTAGES[advantage]()
+    rule, method = Sequential(2, hard_size, balanced).build(4), ADVANTAGES[advantage]()
     logits = torch.tensor([0.3, -1.0, 0.7, 0.1, -0.4], dtype=torch.float64, requires_grad=True)
     reward_of = [1.0, 0.0, 1.0, 0.0, 0.0]
     logp = logits.log_softmax(0)
@@ -217,3 +223,16 @@ def test_stopping_keeps_the_direction_of_a_prompts_gradient(advantage: str, hard
     weight = float(gradient @ of_rate / (of_rate @ of_rate))
     assert weight > 0
     torch.testing.assert_close(gradient, weight * of_rate)
+
+
+def test_a_balanced_group_goes_on_until_half_are_right_and_half_wrong() -> None:
+    rule = Sequential(2, 10, balanced=True).build(4)
+    for rewards, more in (
+        ([1.0, 0.0], 2),
+        ([1.0, 1.0, 1.0, 0.0], 2),
+        ([1.0, 1.0, 0.0, 0.0], 0),
+        ([1.0] * 9, 1),
+        ([0.0] * 10, 0),
+        ([0.2, 0.7, 0.3, 0.9], 0),
+    ):
+        assert rule.more(*judged(rewards)) == more, rewards
