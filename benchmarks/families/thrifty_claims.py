@@ -31,12 +31,14 @@ SMALL = ("prompts_per_step=8",)
 """As many optimizer steps a sampled token as `REUSE` has, each with a quarter of the groups."""
 HARD = ("group_size={name: sequential, probe: 4, hard_size: 16}",)
 KNAPSACK = ("group_size={name: allocate, value: knapsack}",)
+DRAFTS = ("speculative={epochs: 4}",)
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
 """Knows every pass rate: all prompts are rolled out 16 times every 100 steps, which costs it nothing here."""
 METHODS: dict[str, tuple[str, ...]] = {
     "dapo-fixed": FIXED,
     "dapo": (),
     "dapo-small": (*FIXED, *SMALL),
+    "dapo-fixed-drafts": (*FIXED, *DRAFTS),
     "greso": GRESO,
     "backoff": ("selector=backoff", *ROUNDS),
     "mopps": ("selector=thompson", *ROUNDS),
@@ -54,6 +56,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "bayes-reuse-4-clip": (*BAYES, *REUSE, *CLIP),
     "bayes-reuse-4-probe": (*BAYES, *REUSE, *CLIP, *PROBE),
     "thrifty": (*BAYES, *SMALL),
+    "thrifty-drafts": (*BAYES, *SMALL, *DRAFTS),
     "thrifty-4": (*BAYES, "prompts_per_step=4"),
     "thrifty-knapsack": (*BAYES, *SMALL, *KNAPSACK),
     "oracle": (*ORACLE, *SMALL),
@@ -118,15 +121,17 @@ def name_of(arm: str, rate: float, task: str = "countdown") -> str:
 
 def summary(run: Run) -> Summary:
     passed = [p.passed for p in run.data.curve]
+    kept = {0: 0.0} | {int(row["step"]): row.get("num_kept_tokens", 0.0) for row in run.rows}
     return {
         "seed": run.seed,
         "pass@1": passed[-1],
         "best": max(passed),
         "mean_pass@1": float(np.mean(passed[1:])),
-        "tokens": run.data.tokens,
+        "tokens": run.data.tokens - max(kept.values()),
+        "kept": max(kept.values()),
         "seconds": sum(row.get(f"seconds/{part}", 0.0) for row in run.rows for part in ("generate", "update", "reuse")),
         "deployed": run.deployed,
-        "curve": run.curve,
+        "curve": [[step, tokens - kept[int(step)], *rest] for step, tokens, *rest in run.curve],
     }
 
 
@@ -136,7 +141,7 @@ def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
 
 
 Curve = list[list[float]]
-"""Step, tokens, rollouts and held-out pass@1 of each evaluation."""
+"""Step, decoded tokens, rollouts and held-out pass@1 of each evaluation."""
 
 
 class Task:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 from pydantic import Field, PositiveInt, TypeAdapter
 
 from .base.failpoint import failpoint
@@ -33,7 +31,8 @@ from .reuse import Reuse, UsedState
 from .rollout.in_flight import reward_truncated
 from .sampler.base import GroupSource
 from .sampler.buffer import Buffer, oldest_version
-from .sampler.codec import Prompts, group_from, group_state, visit_from, visit_state
+from .sampler.codec import Prompts, group_from, group_state, require_possible, visit_from, visit_state
+from .sampler.drafts import Drafts, DraftsState
 from .sampler.scheduling import Pace
 from .types import Fate, Group, Job, Purpose, Visit
 
@@ -69,6 +68,9 @@ class CollectorState(State):
     gates: dict[str, dict[str, Any]]
     reuse: list[UsedState] | None = None
     """Absent without `reuse`."""
+    drafts: DraftsState | None = None
+    num_kept_tokens: Count = 0
+    """Absent from those of version 0.2, as the drafts are."""
 
 
 class LoopState(CollectorState):
@@ -100,9 +102,10 @@ class Collector:
     limits: Limits
     gates: dict[str, Gate] = field(default_factory=dict)
     reuse: Reuse | None = None
+    drafts: Drafts = field(default_factory=Drafts)
 
     def __post_init__(self) -> None:
-        self.num_tokens = 0
+        self.num_tokens = self.num_kept_tokens = 0
         self.stop: RunStoppedError | None = None
         """Error that ends the run, once no progress is possible."""
         self.tally = Tally(self.judge)
@@ -169,9 +172,11 @@ class Collector:
         """Close the account of the step from version `step`; return its metrics. `update`: metrics from elsewhere."""
         metrics = self.tally.metrics()
         self.num_tokens += self.tally.sampled_tokens
+        self.num_kept_tokens += self.tally.kept_tokens
         metrics |= {"step": step + 1, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
         metrics |= {**update, **self._learned, **self.selector.metrics()}
         metrics |= {} if self.reuse is None else self.reuse.metrics
+        metrics |= {"num_kept_tokens": self.num_kept_tokens} if self.drafts.epochs > 1 else {}
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
         self.group_size.observe(metrics)
@@ -250,7 +255,7 @@ class Collector:
             first, oldest = len(probe.rollouts), oldest_version(probe)
             version = version if oldest is None else min(version, oldest)
         self.buffer.launched(visit, size, version)
-        self.sampler.launch(Job(visit, size, first=first))
+        self.sampler.launch(Job(visit, size, first=first, drafts=self.drafts.of(visit, first, size)))
 
     def _with_probe(self, group: Group) -> Group:
         probe = self._probes.pop(group.visit.number, None)
@@ -268,7 +273,8 @@ class Collector:
         if more:
             self._probes[group.visit.number] = group
             self.buffer.continued(group.visit, more)
-            self.sampler.launch(Job(group.visit, more, first=len(group.rollouts)))
+            first = len(group.rollouts)
+            self.sampler.launch(Job(group.visit, more, first=first, drafts=self.drafts.of(group.visit, first, more)))
         return more > 0
 
     def _take(self, step: int, group: Group) -> None:
@@ -280,6 +286,7 @@ class Collector:
         self.tally.finished(group)
         self.selector.observe(group)
         self.group_size.learn(group)
+        self.drafts.observe(group)
         failpoint("take")
         self.stop = self.stop or self._useful.of_failures(step, self.tally, self.buffer.prompts_per_step)
         reason = refusal = self.judge.refusal(group)
@@ -330,6 +337,8 @@ class Collector:
             "filter": self.filter.state_dict(),
             "gates": {name: gate.state_dict() for name, gate in self.gates.items()},
             "reuse": None if self.reuse is None else self.reuse.state_dict(),
+            "drafts": self.drafts.state_dict(),
+            "num_kept_tokens": self.num_kept_tokens,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | CollectorState) -> None:
@@ -348,6 +357,9 @@ class Collector:
             with at("reuse"):
                 groups = self._groups_of([used.group for used in saved.reuse])
                 self.reuse.load(groups, [used.uses for used in saved.reuse])
+        if saved.drafts is not None:
+            self.drafts.load(saved.drafts)
+        self.num_kept_tokens = saved.num_kept_tokens
         self.buffer.spent = saved.spent
         with at("selector"):
             self.selector.load_state_dict(saved.selector)
@@ -365,7 +377,7 @@ class Collector:
         groups = [group_from(state, self.prompts) for state in states]
         _GROUPS.validate_python(groups)
         for group in groups:
-            _require_possible(group)
+            require_possible(group)
         return groups
 
     def kept_groups(self) -> list[Group]:
@@ -385,16 +397,3 @@ class Collector:
             if whole > self.group_size.largest:
                 raise ValueError(f"groups have at most {self.group_size.largest} rollouts (got {whole})")
             self._start(visit, size)
-
-
-def _require_possible(group: Group) -> None:
-    """Raise ValueError for a group that no run can have sampled."""
-    for rollout in group.rollouts:
-        if not np.isfinite(rollout.sampler_logp).all():
-            raise ValueError(f"visit {group.visit.number}: non-finite log-probabilities")
-        starts, tokens = [segment.start for segment in rollout.segments], len(rollout.token_ids)
-        if any(start >= after for start, after in pairwise([*starts, tokens + 1])):
-            raise ValueError(
-                f"visit {group.visit.number}: segments of sibling {rollout.sibling} start at {starts}, which do not "
-                f"ascend within its {tokens} tokens"
-            )

@@ -34,6 +34,7 @@ from .base.sections import AuditConfig as AuditConfig
 from .base.sections import LoraConfig as LoraConfig
 from .base.sections import ReuseConfig as ReuseConfig
 from .base.sections import SaveDtype as SaveDtype
+from .base.sections import SpeculativeConfig as SpeculativeConfig
 from .base.sections import SuccessConfig as SuccessConfig
 from .base.sections import success_section
 from .base.settings_yaml import load_yaml
@@ -117,6 +118,7 @@ class RunConfig(BaseModel):
     chat_template: Annotated[str, AfterValidator(template_text)] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     mask_truncated_completions: bool = False
+    speculative: SpeculativeConfig | None = None
     reward_timeout_s: float = Field(30.0, gt=0, le=86_400)
     reward_memory_mb: int = Field(2_048, ge=64, le=1_000_000)
     reward_env: list[str] = []
@@ -246,6 +248,11 @@ class RunConfig(BaseModel):
         """Most tokens of a sequence, its prompt included."""
         both = self.max_prompt_length + self.max_completion_length
         return both if self.context_length is None else min(both, self.context_length)
+
+    @property
+    def epochs_per_noise(self) -> int:
+        """Epochs in a row in which a prompt's rollouts are drawn with the same noise."""
+        return 1 if self.speculative is None else self.speculative.epochs
 
     @property
     def keeps_reference(self) -> bool:

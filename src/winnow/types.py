@@ -233,6 +233,8 @@ class Rollout:
     """Segments after the first, in order."""
     agent_rewards: dict[str, float] = field(default_factory=dict)
     """Reward of each agent, where they have rewards of their own; `reward` is then their mean."""
+    kept: int = 0
+    """Sampled tokens that were read from a draft in one forward pass, not decoded one by one."""
 
     @property
     def segments(self) -> list[Segment]:
@@ -279,6 +281,8 @@ class Job:
     purpose: Purpose = "train"
     first: int = 0
     """Number of the first sibling; more than 0 where the others have been rolled out before."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """Tokens that each sibling sampled at an earlier visit, for the engine to try; empty: none."""
 
 
 @dataclass(slots=True)

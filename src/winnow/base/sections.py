@@ -59,6 +59,13 @@ class ReuseConfig(BaseModel):
     audit: float = Field(0.0, ge=0, le=1)
 
 
+class SpeculativeConfig(BaseModel):
+    """Drafts from earlier epochs; leave `speculative` out to decode every token."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    epochs: int = Field(4, ge=2)
+
+
 class SuccessConfig(BaseModel):
     """Definition of a right answer: a reward of at least `at_least`, of one function or of the weighted sum of all."""
 

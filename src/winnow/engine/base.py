@@ -53,6 +53,9 @@ class Request:
     """Report every token's log-probability before temperature, top-k and top-p."""
     last_hidden: bool = False
     """Report the last hidden state if the sequence ends without a cancel."""
+    draft: tuple[int, ...] = ()
+    """Tokens that the sequence may sample. Those that the noise draws anyway, up to the first other one, may be read in
+    one forward pass; the result is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class Finished:
     """float32 [H] if requested: input of the lm_head for the last token."""
     raw_logp: np.ndarray | None = None
     """float32 [T] if requested; see `Reached`."""
+    kept: int = 0
+    """Tokens read from the draft."""
 
 
 Event = Reached | Finished
@@ -108,6 +113,7 @@ CAPABILITIES = {
     "confidence": "DeepConf's confidence of every token",
     "keep_kv": "keys and values survive from turn to turn",
     "keyed_noise": "sampled tokens depend on a request's key, whatever else runs",
+    "drafts": "drafts are read in one forward pass",
     "adapters": "`load_weights` takes LoRA adapters alone, over an unchanged model",
 }
 """Capabilities that an engine may provide and rules may require."""

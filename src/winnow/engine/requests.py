@@ -11,7 +11,7 @@ LOWEST_TEMPERATURE = 1e-4
 
 
 def check_request(request: Request, vocab_size: int, max_length: int | None) -> None:
-    """Raise ValueError if prompt, sampling parameters or `report_at` cannot be run."""
+    """Raise ValueError if prompt, draft, sampling parameters or `report_at` cannot be run."""
     params, prompt, who = request.params, request.prompt_ids, f"request {request.id!r}"
     if not prompt:
         raise ValueError(f"{who}: the prompt is empty; it needs at least one token")
@@ -26,6 +26,10 @@ def check_request(request: Request, vocab_size: int, max_length: int | None) -> 
             f"{who}: {len(prompt)} prompt tokens + max_tokens {params.max_tokens} = {total} exceed the maximum "
             f"length {max_length}; shorten the prompt or lower max_tokens"
         )
+    wrong = next((i for i in request.draft if not 0 <= i < vocab_size), None)
+    if wrong is not None or len(request.draft) > params.max_tokens:
+        what = f"token {wrong}" if wrong is not None else f"{len(request.draft)} tokens"
+        raise ValueError(f"{who}: the draft has {what}, outside the vocabulary of {vocab_size} or over max_tokens")
     if params.temperature != 0 and not LOWEST_TEMPERATURE <= params.temperature < math.inf:
         raise ValueError(
             f"{who}: temperature must be 0 (greedy) or a number from {LOWEST_TEMPERATURE} on, not {params.temperature}"

@@ -111,10 +111,16 @@ class Sequences:
             self._failure = f"{type(error).__name__}: {error}"
             raise
 
-    def draw(self, logits_NV: torch.Tensor, rows: Rows) -> Drawn:
-        """Return the next token of each row, from logits over the sampled vocabulary. Stores nothing."""
+    def draw(self, logits_NV: torch.Tensor, rows: Rows, counts_N: np.ndarray | None = None) -> Drawn:
+        """Return the next token of each row, from logits over the sampled vocabulary. Stores nothing.
+
+        `counts_N`: number of the token to draw of each of an array of rows; None: the next one.
+        """
         table = self.table
-        ints = self.to_device(table.ints[: col.DEVICE_ROWS, rows])
+        of_rows = table.ints[: col.DEVICE_ROWS, rows]
+        if counts_N is not None:
+            of_rows[col.COUNT] = counts_N
+        ints = self.to_device(of_rows)
         floats = self.to_device(table.floats[:, rows])
         greedy = self.to_device(table.greedy[rows]) if table.greedy[rows].any() else None
         filters = (ints[col.TOP_K], *floats[1:]) if table.filtered(rows).any() else (None, None, None)
@@ -133,6 +139,19 @@ class Sequences:
         confidences = None if confidence_N is None else extras.pop(0).astype(np.float32)
         raw = None if raw_logp_N is None else extras.pop(0).astype(np.float32)
         return Drawn(tokens.astype(np.int64), logp.astype(np.float32), confidences, raw)
+
+    def keep(self, row: int, draft: tuple[int, ...], drawn: Drawn) -> int:
+        """Store the tokens of a new row's draft that `drawn`, one for each, has too; return how many.
+
+        Neither the last one is kept, nor one that may end the sequence or is to be reported: the next step draws it.
+        """
+        stop_set, alarm = int(self.table.ints[col.STOP_SET, row]), int(self.table.ints[col.ALARM, row])
+        most = min(len(draft), alarm) - 1
+        tokens = np.array(draft[:most], dtype=np.int64)
+        ends = (drawn.tokens_N[:most] != tokens) | self._stops.alert[stop_set, tokens]
+        kept = int(ends.argmax()) if ends.any() else most
+        self.table.keep(row, drawn.part(0, kept), len(self._versions) - 1)
+        return kept
 
     def record(self, rows: Rows, drawn: Drawn) -> np.ndarray:
         """Store a token per row; return whether `settle` must check it: bool, in the order of `rows`.
@@ -200,7 +219,7 @@ class Sequences:
 class SequenceEngine:
     """Base of every engine over `Sequences`. Subclasses add `load_weights` and `_step`."""
 
-    provides = frozenset(CAPABILITIES) - {"adapters"}
+    provides = frozenset(CAPABILITIES) - {"adapters", "drafts"}
     sequences: Sequences
 
     @property

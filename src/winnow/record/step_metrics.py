@@ -32,6 +32,8 @@ class Tally:
         self.rollouts = 0
         self.sampled_tokens = 0
         """This and `rollouts` include greedy baselines, which other figures leave out."""
+        self.kept_tokens = 0
+        """Sampled tokens that were read from drafts."""
         self.truncated = 0
         self.failed = Failures()
         self.refused: Counter[str] = Counter()
@@ -70,6 +72,7 @@ class Tally:
         for rollout in group.rollouts:
             self.rollouts += 1
             self.sampled_tokens += int(np.count_nonzero(rollout.action_mask))
+            self.kept_tokens += rollout.kept
             self.barrier_wait_s += rollout.barrier_wait_s
             if rollout.fate == Fate.FAILED:
                 self.failed.add(rollout.reason, group.prompt.id)

@@ -198,6 +198,11 @@ class Flight:
         """All but a greedy baseline."""
         return [s for s in self.siblings if not s.rollout.greedy]
 
+    def draft(self, sibling: Sibling) -> tuple[int, ...]:
+        """Return the draft of a sibling's first turn; later turns have none."""
+        number = sibling.rollout.sibling - self.job.first
+        return self.job.drafts[number] if number < len(self.job.drafts) and not sibling.rollout.turns else ()
+
     def cut(self, reason: str) -> None:
         """End all rollouts. Those that had ended keep `rewards` for display, but no `reward`."""
         for sibling in self.siblings:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..base.errors import ConfigError
 from ..config import History
 from ..engine.base import SamplingParams
 from ..types import Purpose
@@ -32,3 +34,20 @@ class RolloutOptions:
     """Between turns, keep what was sampled (`exact`) or let the chat template render all turns again (`template`)."""
     max_segments: int | None = None
     """Most segments of a rollout; None: no limit."""
+    epochs_per_noise: int = 1
+    """Epochs in a row in which a prompt's rollouts are drawn with the same noise."""
+
+
+def check_drafts(options: Iterable[RolloutOptions], provides: frozenset[str]) -> None:
+    """Raise ConfigError where drafts (`speculative`) would save nothing. `provides`: the engine's capabilities."""
+    drafted = [o for o in options if o.epochs_per_noise > 1]
+    if drafted and "drafts" not in provides:
+        raise ConfigError(
+            "speculative: this engine decodes every token; use engine: local with a model of the Llama, Mistral, Qwen2 "
+            "or Qwen3 classes, or remove it"
+        )
+    if any(o.params.repetition_penalty != 1 for o in drafted):
+        raise ConfigError(
+            "speculative: with repetition_penalty a token depends on those before it, but a draft is read in one pass; "
+            "remove one of the two"
+        )

@@ -3,8 +3,7 @@
 Every launched sibling returns in its group exactly once, with its tokens as sampled. A stopped or failed sibling stays
 in the group with `reward = None` and a fate. Groups return in launch order, each a fixed time after its last token by
 the engine's clock (at once when the engine is idle); slower rewards are waited for. Answers of overlapping environments
-are treated alike. So which rollouts run together, and all rounding, does not depend on the speed of rewards and
-environments.
+are treated alike. So the rollouts that run together, and all rounding, do not depend on the speed of either.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ..types import Decision, Fate, Group, Job, Purpose, Turn
 from .gate_rules import ActiveRules
 from .history import append_or_restart, begin
 from .in_flight import Awaited, Flight, Sibling, siblings_of
-from .options import STREAMS, RolloutOptions
+from .options import STREAMS, RolloutOptions, check_drafts
 
 OVERLAP = 8
 """Tokens that a running sequence samples before an overlapping environment is waited for."""
@@ -63,6 +62,7 @@ class RolloutRunner:
         self._turn_length: int | None = getattr(task, "max_turn_length", None)
         if self._turn_length is not None and not (isinstance(self._turn_length, int) and self._turn_length > 0):
             raise ValueError(f"task {task.name}: max_turn_length must be at least 1 or None ({self._turn_length!r})")
+        check_drafts(self.options.values(), engine.provides)
         self._flights: dict[tuple[str, int], Flight] = {}
         self._awaited: list[Awaited] = []
         self._rules = ActiveRules(rules, engine, task)
@@ -121,7 +121,8 @@ class RolloutRunner:
     def _submit(self, flight: Flight, sibling: Sibling) -> None:
         visit, rollout, o = flight.visit, sibling.rollout, self.options[flight.job.purpose]
         stream = STREAMS[flight.job.purpose]
-        key = noise_key(o.seed, stream, visit.prompt.ordinal, visit.epoch, rollout.sibling, len(rollout.turns))
+        epoch = visit.epoch // o.epochs_per_noise
+        key = noise_key(o.seed, stream, visit.prompt.ordinal, epoch, rollout.sibling, len(rollout.turns))
         context = sibling.context()
         left = o.params.max_tokens - sibling.length
         if o.context_length is not None:
@@ -141,12 +142,12 @@ class RolloutRunner:
             confidence="confidence" in report,
             raw_logp="raw_logp" in report,
             last_hidden="last_hidden" in report,
+            draft=flight.draft(sibling)[:turn],
         )
         try:
             self.engine.submit([request])
-        except ValueError as error:
-            cause = str(error).removeprefix(f"request {request.id!r}: ")  # equal causes are counted together
-            sibling.fail(f"the engine refused the prompt: {cause}")
+        except ValueError as error:  # equal causes are counted together
+            sibling.fail(f"the engine refused the prompt: {str(error).removeprefix(f'request {request.id!r}: ')}")
 
     def _may_go_on(self, sibling: Sibling) -> bool:
         """Return whether another turn may follow and the engine can keep keys and values for it."""
@@ -203,6 +204,7 @@ class RolloutRunner:
             sibling.append(f.token_ids, True, f.logp, f.versions)
             sibling.rollout.turns.append(turn)
             sibling.rollout.seconds += f.seconds
+            sibling.rollout.kept += f.kept
             sibling.rollout.last_hidden = f.hidden
             if f.confidence is not None:
                 sibling.confidences.append(f.confidence)

@@ -28,6 +28,7 @@ from ..reuse import Reuse
 from ..sampler.base import GroupSource
 from ..sampler.buffer import Buffer
 from ..sampler.codec import Prompts
+from ..sampler.drafts import Drafts
 from ..sampler.scheduling import AsyncPace, SyncPace
 from ..types import Prompt, Purpose
 from .catalogue import METHOD_TABLES
@@ -271,4 +272,5 @@ def build_collector(
         limits=limits or Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions),
         gates=m.gates,
         reuse=reuse,
+        drafts=Drafts(c.epochs_per_noise),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -48,13 +48,17 @@ def prompts_of(task: Task) -> dict[Purpose, Prompts]:
 
 def job_state(job: Job) -> dict[str, Any]:
     """Encode a job as plain JSON values; its prompt by ordinal."""
-    return {"visit": visit_state(job.visit), "size": job.size, "purpose": job.purpose, "first": job.first}
+    drafts = pack_all([np.array(draft, np.int32) for draft in job.drafts]) if job.drafts else None
+    plain = {"size": job.size, "purpose": job.purpose, "first": job.first, "drafts": drafts}
+    return {"visit": visit_state(job.visit)} | plain
 
 
 def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Job:
     """Decode what `job_state` encoded."""
     visit = visit_from(state["visit"], prompts[state["purpose"]])
-    return Job(visit, state["size"], state["purpose"], state["first"])
+    drafts = unpack_all(state["drafts"]) if state["drafts"] else []
+    read = tuple(tuple(draft.tolist()) for draft in drafts if draft is not None)
+    return Job(visit, state["size"], state["purpose"], state["first"], read)
 
 
 def visit_state(visit: Visit) -> list[Any]:
@@ -93,6 +97,19 @@ def group_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> 
     prompt_ids = tuple(state.get("prompt_ids", ()))
     rollouts = [_rollout_from(r, prompt_ids, arrays) for r in state["rollouts"]]
     return Group(visit, rollouts, decisions, state["purpose"])
+
+
+def require_possible(group: Group) -> None:
+    """Raise ValueError for a group that no run can have sampled."""
+    for rollout in group.rollouts:
+        if not np.isfinite(rollout.sampler_logp).all():
+            raise ValueError(f"visit {group.visit.number}: non-finite log-probabilities")
+        starts, tokens = [segment.start for segment in rollout.segments], len(rollout.token_ids)
+        if any(start >= after for start, after in pairwise([*starts, tokens + 1])):
+            raise ValueError(
+                f"visit {group.visit.number}: segments of sibling {rollout.sibling} start at {starts}, which do not "
+                f"ascend within its {tokens} tokens"
+            )
 
 
 def _arrays_of(rollout: Rollout) -> list[np.ndarray | None]:

@@ -30,3 +30,13 @@ class Prefilled:
     values: list[torch.Tensor]
     lengths: list[int]
     last: Output
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Sequences that went through the model together, with outputs at several positions of each."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    hidden_NH: torch.Tensor
+    """Inputs of the lm_head, sequence by sequence."""

@@ -21,15 +21,19 @@ from ..base import Event, Finished, Request
 from ..facts import Facts
 from ..loading import ModelReference, resolve_device
 from ..sequences import SequenceEngine, Sequences
+from ..slots import Drawn
 from .backend import Output, Prefilled
 from .cache import Chunk, KVCache, padded, plan
 from .kept import Kept, KeptSequences
+from .llama import LlamaBackend
 from .models import DTYPES, fixed_columns, make_backend
 
 T = TypeVar("T")
 
 PREFILL_TOKENS = 16_384
 """Prompt tokens of one prefill, padding included."""
+DRAFT_LOGITS = 1 << 24
+"""Logits of drafts that are computed at a time."""
 MOST_SLOTS = 65_536
 """What a slot keeps besides its sequence takes seconds to lay out when there are more."""
 FIXED_ROWS = 32
@@ -89,6 +93,7 @@ class LocalEngine(SequenceEngine):
         self._backend = make_backend(model, facts, self.options.dtype, device)
         # Element-wise kernels compute what is left over after whole vectors in another way: leave nothing over.
         rows = -(-slots // FIXED_ROWS) * FIXED_ROWS if fixed_slots else slots
+        self.provides = SequenceEngine.provides | ({"drafts"} if isinstance(self._backend, LlamaBackend) else set())
         self._cache = KVCache(self._backend.kv_shapes, rows, self._backend.dtype, self._backend.device)
         self._column_size = sum(h * s for shapes in self._backend.kv_shapes[:1] for h, s in shapes) // 2
         if fixed_slots:
@@ -234,18 +239,20 @@ class LocalEngine(SequenceEngine):
             return []
         requests = list(itertools.islice(waiting.values(), free))
         kept = {r.id: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
-        self._prefill(dict.fromkeys(r.prompt_ids for r in requests if r.id not in kept))
+        drafted = [r for r in requests if r.id not in kept and self._reads_draft(r)]
+        others = {r.id for r in drafted} | kept.keys()
+        self._prefill(dict.fromkeys(r.prompt_ids for r in requests if r.id not in others))
         batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
         for request in requests:
             prompt = self._leave_queue(request)
-            if request.id in kept:
+            if request.id in others:
                 continue
             assert prompt.prefilled is not None
             _, index, members = batches.setdefault(id(prompt.prefilled), (prompt.prefilled, [], []))
             index.append(prompt.index)
             members.append(request)
         outputs = [self._insert(*batch) for batch in batches.values()]
-        return outputs + self._go_on([r for r in requests if r.id in kept], kept)
+        return outputs + self._go_on([r for r in requests if r.id in kept], kept) + self._read(drafted)
 
     def _go_on(self, requests: list[Request], kept: dict[Hashable, Kept]) -> list[Output]:
         """Start further turns, of which only what is new goes through the model."""
@@ -255,6 +262,43 @@ class LocalEngine(SequenceEngine):
             extended = self._backend.extend([tails[r.id] for r in group], [kept[r.id] for r in group])
             outputs.append(self._insert(extended, list(range(len(group))), group))
         return outputs
+
+    def _reads_draft(self, request: Request) -> bool:
+        """Whether to try a draft; a penalty makes a token depend on those before it."""
+        return bool(request.draft) and "drafts" in self.provides and request.params.repetition_penalty == 1
+
+    def _read(self, requests: list[Request]) -> list[Output]:
+        """Start requests with a draft: prompt and draft go through the model in one pass, up to the last token."""
+        outputs, backend = [], self._backend
+        assert isinstance(backend, LlamaBackend)
+        for group in self._together(requests, lambda r: (*r.prompt_ids, *r.draft[:-1])):
+            lengths = [len(r.draft) for r in group]
+            read = backend.read([(*r.prompt_ids, *r.draft[:-1]) for r in group], lengths)
+            rows = self.sequences.start(group)
+            drawn = self._draw_drafts(backend, rows, lengths, read.hidden_NH)
+            starts = np.cumsum([0, *lengths[:-1]])
+            kept = [
+                self.sequences.keep(row, request.draft, drawn.part(start, start + len(request.draft)))
+                for row, request, start in zip(range(rows.start, rows.stop), group, starts.tolist(), strict=True)
+            ]
+            self._cache.reserve(rows.stop, max(len(r.prompt_ids) + r.params.max_tokens for r in group))
+            filled = [len(r.prompt_ids) + n for r, n in zip(group, kept, strict=True)]
+            self._cache.insert(rows, self._to_device(np.arange(len(group))), read.keys, read.values, filled)
+            next_MH = read.hidden_NH[self._to_device(starts + kept)]
+            outputs.append(Output(next_MH, backend.logits(next_MH)))
+        return outputs
+
+    def _draw_drafts(self, backend: LlamaBackend, rows: slice, lengths: list[int], hidden_NH: torch.Tensor) -> Drawn:
+        """Draw as many first tokens of each row, from the hidden states of all; some logits at a time."""
+        index_N = np.repeat(np.arange(rows.start, rows.stop), lengths)
+        counts_N = np.concatenate([np.arange(n) for n in lengths])
+        size = max(1, DRAFT_LOGITS // self.sequences.facts.vocab_size)
+        parts = []
+        for start in range(0, len(index_N), size):
+            some = slice(start, start + size)
+            logits = backend.logits(hidden_NH[some])
+            parts.append(self.sequences.draw(logits, index_N[some], counts_N[some]))
+        return Drawn.joined(parts)
 
     def _prefill(self, prompts: Iterable[tuple[int, ...]]) -> None:
         """Run the prompts among these that have not been."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from .backend import Output, Prefilled
+from .backend import Output, Prefilled, Read
 from .cache import Chunk, KVCache
 from .graphs import DecodeGraphs
 from .kept import Kept, causal_mask, stacked
@@ -176,6 +176,23 @@ class LlamaBackend:
         return Output(hidden, self._head(hidden))
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
+        x, keys, values = self._run(prompts)
+        return Prefilled(keys, values, [len(p) for p in prompts], self._last(x, prompts))
+
+    def read(self, sequences: list[tuple[int, ...]], last: list[int]) -> Read:
+        """Run whole sequences; `last`: how many of the last tokens of each have an output."""
+        x, keys, values = self._run(sequences)
+        longest = max(map(len, sequences))
+        ends = [i * longest + len(s) for i, s in enumerate(sequences)]
+        rows = [row for end, n in zip(ends, last, strict=True) for row in range(end - n, end)]
+        return Read(keys, values, self._normed(x[torch.tensor(rows, device=self.device)], self._norm))
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Return logits of inputs of the lm_head."""
+        return self._head(hidden_NH)
+
+    def _run(self, prompts: list[tuple[int, ...]]) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Return hidden states [B * P, H], and keys and values of each layer."""
         B, P = len(prompts), max(map(len, prompts))
         x = self._embedding[self._padded(prompts).view(-1)]
         rotation = self._rotation[:P].repeat(B, 1, 1)
@@ -186,7 +203,7 @@ class LlamaBackend:
             values.append(v.contiguous())
             layer.out.add_to(x, self._attend_all(q, k, v, None))
             self._feed_forward(layer, x)
-        return Prefilled(keys, values, [len(p) for p in prompts], self._last(x, prompts))
+        return x, keys, values
 
     def extend(self, tails: list[tuple[int, ...]], past: list[Kept]) -> Prefilled:
         """Go on with sequences whose beginnings are kept; `tails` holds what is new of each, at least one token.

@@ -1,0 +1,80 @@
+"""Drafts: the last rollouts of each prompt, as which its next ones may begin.
+
+For some epochs a prompt's rollouts are drawn with the same noise. While the policy changes little, it then draws the
+same tokens again. An engine reads a draft in one forward pass, keeps the tokens up to the first that it would draw
+otherwise, and decodes the rest. So every token is a draw from the current policy; only the noise is an old one.
+
+SPEC-RL (arXiv 2509.23232) takes the last epoch's rollouts as drafts, too, and accepts tokens by their probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from ..base.array_json import Packed
+from ..base.state import State
+from ..types import Group, Visit
+
+
+class DraftsState(State):
+    """Drafts one after the other."""
+
+    ordinal_D: Annotated[np.ndarray, Packed("u4", "drafts")] = Field(alias="ordinals")
+    sibling_D: Annotated[np.ndarray, Packed("u4", "drafts")] = Field(alias="siblings")
+    epoch_D: Annotated[np.ndarray, Packed("u4", "drafts")] = Field(alias="epochs")
+    length_D: Annotated[np.ndarray, Packed("u4", "drafts")] = Field(alias="lengths")
+    tokens: Annotated[np.ndarray, Packed("i4", None)]
+
+
+class Drafts:
+    """The tokens of each prompt's last rollouts. Four bytes a token.
+
+    `epochs`: epochs in a row with the same noise, of which a draft may come; 1: nothing is remembered.
+    """
+
+    def __init__(self, epochs: int = 1) -> None:
+        self.epochs = epochs
+        self._last: dict[int, dict[int, tuple[int, np.ndarray]]] = {}
+        """Prompt -> sibling -> epoch and tokens."""
+
+    def of(self, visit: Visit, first: int, size: int) -> tuple[tuple[int, ...], ...]:
+        """Return the draft of each sibling; none where the noise is another one."""
+        last = self._last.get(visit.prompt.ordinal, {})
+        same = {
+            sibling: tuple(tokens.tolist())
+            for sibling, (epoch, tokens) in last.items()
+            if epoch // self.epochs == visit.epoch // self.epochs
+        }
+        return tuple(same.get(sibling, ()) for sibling in range(first, first + size)) if same else ()
+
+    def observe(self, group: Group) -> None:
+        """Remember the first turns of a finished group's rollouts."""
+        if self.epochs == 1:
+            return
+        last = self._last.setdefault(group.prompt.ordinal, {})
+        for rollout in group.siblings:
+            stop = rollout.turns[0].stop if rollout.turns else 0
+            last[rollout.sibling] = group.visit.epoch, rollout.token_ids[:stop].astype(np.int32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the checkpoint state as JSON values."""
+        drafts = [(o, s, e, t) for o, of_prompt in self._last.items() for s, (e, t) in of_prompt.items()]
+        columns = np.array([(o, s, e, len(t)) for o, s, e, t in drafts], np.uint32).reshape(-1, 4).T.copy()
+        tokens = np.concatenate([np.empty(0, np.int32), *(t for *_, t in drafts)])
+        names = ("ordinals", "siblings", "epochs", "lengths")
+        return DraftsState(**dict(zip(names, columns, strict=True)), tokens=tokens).model_dump(
+            mode="json", by_alias=True
+        )
+
+    def load(self, saved: DraftsState) -> None:
+        """Load a state. Raises ValueError if its lengths do not match its tokens."""
+        if saved.length_D.sum() != len(saved.tokens):
+            raise ValueError(f"drafts: lengths add up to {saved.length_D.sum()}, not to {len(saved.tokens)} tokens")
+        self._last = {}
+        pieces = np.split(saved.tokens, np.cumsum(saved.length_D)[:-1]) if len(saved.length_D) else []
+        columns = (c.tolist() for c in (saved.ordinal_D, saved.sibling_D, saved.epoch_D))
+        for ordinal, sibling, epoch, tokens in zip(*columns, pieces, strict=True):
+            self._last.setdefault(ordinal, {})[sibling] = epoch, tokens

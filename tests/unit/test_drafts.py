@@ -1,0 +1,195 @@
+"""Drafts: an engine that reads them gives the same rollouts for fewer decode steps, and a run resumes with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow.base.errors import ConfigError
+from winnow.base.noise import noise_key
+from winnow.engine import Finished, LocalEngine, Reached, Request, SamplingParams
+from winnow.rollout.options import RolloutOptions, check_drafts
+from winnow.sampler.codec import job_from, job_state
+from winnow.sampler.drafts import Drafts, DraftsState
+from winnow.types import Group, Job, Prompt, Rollout, Turn, Visit
+
+from ..builders.engines import make_engine
+from .engine_models import EOS, FUSED, GENERIC, VOCAB, make_model, run
+
+PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(9)]
+ALIKE = {"kept", "seconds"}
+"""Fields of `Finished` that may differ."""
+
+
+def requests(n: int = 12, **params: Any) -> list[Request]:
+    """Requests of some prompts with two siblings each."""
+    prompts = [tuple(1 + (3 * i + j) % (VOCAB - 3) for j in range(3 + i)) for i in range(n // 2)]
+    given = SamplingParams(**{"max_tokens": 20} | params)
+    return [Request((i, k), prompt, given, noise_key(4, i, k)) for i, prompt in enumerate(prompts) for k in range(2)]
+
+
+def finished(engine: LocalEngine, asked: list[Request]) -> dict[Any, Finished]:
+    engine.submit(asked)
+    return run(engine)
+
+
+def require_equal(a: dict[Any, Finished], b: dict[Any, Finished]) -> None:
+    assert a.keys() == b.keys()
+    for id_, one in a.items():
+        other = b[id_]
+        assert (one.stop_reason, one.token_ids.tolist()) == (other.stop_reason, other.token_ids.tolist())
+        for name in ("logp", "confidence", "raw_logp", "hidden"):
+            x, y = getattr(one, name), getattr(other, name)
+            assert (x is None) == (y is None), name
+            if x is not None:
+                np.testing.assert_allclose(x, y, atol=2e-4)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.6, "top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}])
+@pytest.mark.parametrize("name", list(FUSED))
+def test_a_draft_changes_nothing_but_what_is_decoded(name: str, params: dict[str, Any]) -> None:
+    """Drafts that are right throughout, up to a place, or nowhere; more of them than slots."""
+    model, rng = make_model(name), np.random.default_rng(0)
+    with_, without = make_engine(model, slots=5), make_engine(model, slots=5)
+    asked = [replace(r, confidence=True, raw_logp=True, last_hidden=True) for r in requests(**params)]
+    plain = finished(without, asked)
+    drafted = []
+    for number, request in enumerate(asked):
+        draft = plain[request.id].token_ids.copy()
+        if number % 3 == 1:
+            draft[len(draft) // 2] = (draft[len(draft) // 2] + 1) % VOCAB
+        if number % 3 == 2:
+            draft = rng.integers(0, VOCAB, 1 + number)
+        drafted.append(replace(request, draft=tuple(draft.tolist()) if number != 3 else ()))
+    found = finished(with_, drafted)
+    require_equal(plain, found)
+    kept = [found[r.id].kept for r in asked]
+    for number, request in enumerate(asked):
+        length = len(plain[request.id].token_ids)
+        if number != 3 and number % 3 < 2:
+            wanted = length - 1 if number % 3 == 0 else length // 2
+            assert kept[number] == min(wanted, length - 1)
+    assert kept[3] == 0
+    assert (found[asked[0].id].versions == with_.version).all()
+
+
+def test_a_sequence_ends_and_reports_where_it_does_without_a_draft() -> None:
+    model = make_model("qwen2")
+    plain = finished(make_engine(model), requests())
+    engine, fresh = make_engine(model), make_engine(model)
+    reached: list[list[Reached]] = []
+    for each, drafts in ((engine, True), (fresh, False)):
+        each.submit(
+            replace(r, report_at=(3, 11), draft=tuple(plain[r.id].token_ids.tolist()) if drafts else ())
+            for r in requests()
+        )
+        events = []
+        while each.pending:
+            events += each.step()
+        reached.append(sorted((e for e in events if isinstance(e, Reached)), key=lambda e: (e.id, e.n)))
+        ended = {e.id: e for e in events if isinstance(e, Finished)}
+        require_equal(plain, ended)
+        if drafts:
+            assert {e.kept for e in ended.values()} == {2}, "a reported token is drawn by itself"
+    for one, other in zip(*reached, strict=True):
+        assert (one.id, one.n) == (other.id, other.n)
+        np.testing.assert_allclose(one.logp, other.logp, atol=2e-4)
+
+
+def test_a_draft_that_passes_an_end_is_kept_up_to_it() -> None:
+    """EOS in the middle of a draft, which no rollout has: the sequence ends there all the same."""
+    model = make_model("qwen2")
+    model.generation_config.eos_token_id = [EOS, 7, 9]
+    engine = make_engine(model)
+    plain = finished(engine, requests(60, max_tokens=60))
+    ended = [f for f in plain.values() if f.stop_reason == "eos" and len(f.token_ids) > 1]
+    assert ended, "none of the sequences ended by itself"
+    asked = {r.id: r for r in requests(60, max_tokens=60)}
+    drafted = [replace(asked[f.id], draft=(*f.token_ids.tolist(), *([1] * (60 - len(f.token_ids))))) for f in ended]
+    found = finished(engine, drafted)
+    require_equal({f.id: f for f in ended}, found)
+    assert any(f.kept for f in found.values())
+
+
+@pytest.mark.parametrize("name", list(GENERIC))
+def test_other_models_decode_every_token(name: str) -> None:
+    engine = make_engine(make_model(name))
+    assert "drafts" not in engine.provides
+    plain = finished(engine, requests())
+    found = finished(engine, [replace(r, draft=tuple(plain[r.id].token_ids.tolist())) for r in requests()])
+    require_equal(plain, found)
+    assert not any(f.kept for f in found.values())
+
+
+def test_a_draft_with_fixed_slots_does_not_depend_on_others() -> None:
+    engine = make_engine(make_model("qwen3"), slots=6, fixed_slots=True)
+    plain = finished(engine, requests())
+    drafted = [replace(r, draft=tuple(plain[r.id].token_ids.tolist()[:9])) for r in requests()]
+    together = finished(engine, drafted)
+    for request in drafted:
+        alone = finished(engine, [request])[request.id]
+        np.testing.assert_array_equal(alone.logp, together[request.id].logp)
+
+
+def test_impossible_drafts_are_refused() -> None:
+    engine = make_engine(make_model("qwen2"))
+    request = requests()[0]
+    for draft, what in (((1, VOCAB + 9), "token 69"), ((1,) * 21, "21 tokens")):
+        with pytest.raises(ValueError, match=f"the draft has {what}, outside the vocabulary"):
+            engine.submit([replace(request, draft=draft)])
+
+
+def test_a_run_that_would_save_nothing_is_refused() -> None:
+    options = RolloutOptions(SamplingParams(8), 8, 0, epochs_per_noise=2)
+    check_drafts([replace(options, epochs_per_noise=1)], frozenset())
+    check_drafts([options], frozenset({"drafts"}))
+    with pytest.raises(ConfigError, match="speculative: this engine decodes every token"):
+        check_drafts([options], frozenset())
+    penalty = replace(options, params=SamplingParams(8, repetition_penalty=1.1))
+    with pytest.raises(ConfigError, match="speculative: with repetition_penalty"):
+        check_drafts([penalty], frozenset({"drafts"}))
+
+
+def group(ordinal: int, epoch: int, tokens: list[list[int]], first_turn: int | None = None) -> Group:
+    rollouts = []
+    for i, ids in enumerate(tokens):
+        n = len(ids)
+        rollout = Rollout(i, (1,), np.array(ids), np.ones(n, bool), np.zeros(n, np.float32), np.zeros(n, np.int32))
+        rollout.turns = [Turn("", None, 0, n if first_turn is None else first_turn, "eos")]
+        rollouts.append(rollout)
+    return Group(Visit(ordinal, epoch, PROMPTS[ordinal]), rollouts)
+
+
+def test_drafts_are_the_first_turns_of_the_last_rollouts_with_the_same_noise() -> None:
+    drafts = Drafts(epochs=3)
+    assert drafts.of(Visit(0, 0, PROMPTS[2]), 0, 2) == ()
+    drafts.observe(group(2, 0, [[5, 6], [7]]))
+    drafts.observe(group(2, 1, [[8, 9, 10]], first_turn=2))
+    assert drafts.of(Visit(9, 2, PROMPTS[2]), 0, 3) == ((8, 9), (7,), ())
+    assert drafts.of(Visit(9, 2, PROMPTS[2]), 1, 1) == ((7,),)
+    assert drafts.of(Visit(9, 3, PROMPTS[2]), 0, 3) == (), "the noise is another one"
+    assert drafts.of(Visit(9, 2, PROMPTS[3]), 0, 3) == ()
+    off = Drafts()
+    off.observe(group(2, 0, [[5, 6]]))
+    assert off.state_dict() == Drafts().state_dict()
+
+
+def test_drafts_survive_a_checkpoint_and_a_message() -> None:
+    drafts = Drafts(epochs=2)
+    for ordinal in range(5):
+        drafts.observe(group(ordinal, ordinal % 2, [[ordinal] * (1 + k) for k in range(ordinal)]))
+    again = Drafts(epochs=2)
+    again.load(DraftsState.of(json.loads(json.dumps(drafts.state_dict()))))
+    assert again.state_dict() == drafts.state_dict()
+    for ordinal in range(6):
+        visit = Visit(0, 1, PROMPTS[ordinal])
+        assert again.of(visit, 0, 9) == drafts.of(visit, 0, 9)
+        job = Job(visit, 9, drafts=drafts.of(visit, 0, 9))
+        assert job_from(json.loads(json.dumps(job_state(job))), {"train": PROMPTS}) == job
+    broken = drafts.state_dict() | {"tokens": Drafts().state_dict()["tokens"]}
+    with pytest.raises(ValueError, match="drafts: lengths add up to"):
+        again.load(DraftsState.of(broken))
