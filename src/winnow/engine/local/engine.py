@@ -270,8 +270,8 @@ class LocalEngine(SequenceEngine):
     def _read(self, requests: list[Request]) -> list[Output]:
         """Start requests with a draft: prompt and draft go through the model in one pass, up to the last token."""
         outputs, backend = [], self._backend
-        assert isinstance(backend, LlamaBackend)
         for group in self._together(requests, lambda r: (*r.prompt_ids, *r.draft[:-1])):
+            assert isinstance(backend, LlamaBackend)
             lengths = [len(r.draft) for r in group]
             read = backend.read([(*r.prompt_ids, *r.draft[:-1]) for r in group], lengths)
             rows = self.sequences.start(group)
