@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from ...base.array_json import Packed
 from ...base.options import CHECKED
 from ...base.state import Count, Probability, State
-from ...types import KEEP, Group, GroupKind, Prompt, Verdict
+from ...types import Group, GroupKind, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
 from .stream import StreamSelector, StreamState
@@ -30,8 +30,8 @@ def mixed_probability(a: np.ndarray, b: np.ndarray, size: int) -> np.ndarray:
     1 - E[p^G + (1 - p)^G] in closed form. float64 arrays that broadcast.
     """
     k = np.arange(size)
-    total = np.add.outer(a + b, k)
-    mixed: np.ndarray = 1.0 - (np.add.outer(a, k) / total).prod(-1) - (np.add.outer(b, k) / total).prod(-1)
+    total = np.add.outer(k, a + b)
+    mixed: np.ndarray = 1.0 - (np.add.outer(k, a) / total).prod(0) - (np.add.outer(k, b) / total).prod(0)
     return mixed
 
 
@@ -86,19 +86,19 @@ class BayesSelector(StreamSelector):
         self._sizes: list[int] = []
         self.all_right, self.all_rollouts = 1.0, 2.0
         """Right rollouts and all, of all prompts, forgotten likewise."""
-        self._found: list[tuple[float, float]] = []
-        """Predicted chance and outcome of the groups of this step."""
+        self._found: list[tuple[float, float, float, bool]] = []
+        """Posterior before each group of this step, the size to predict for, and whether it was mixed."""
 
     def posterior(self, ordinals_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a and b of the prompts' Beta posteriors, float64 [N]."""
         strength = self.options.strength
         a_N, b_N = self.a_N[ordinals_N].astype(np.float64), self.b_N[ordinals_N].astype(np.float64)
-        seen_N = a_N + b_N > 0
-        worth_N = np.where(seen_N, a_N + b_N, 1.0)
+        worth_N = a_N + b_N
+        unseen_N = worth_N == 0
         age_N = self.step - self.seen_at_N[ordinals_N].astype(np.float64)
-        left_N = np.maximum(self.options.forget**age_N, strength / worth_N)
+        left_N = np.maximum(self.options.forget**age_N, strength / (worth_N + unseen_N))
         prior = self.prior()
-        return np.where(seen_N, a_N * left_N, prior), np.where(seen_N, b_N * left_N, strength - prior)
+        return a_N * left_N + unseen_N * prior, b_N * left_N + unseen_N * (strength - prior)
 
     def prior(self) -> float:
         """Return a of a prompt never seen; its b is `strength` - a."""
@@ -114,12 +114,12 @@ class BayesSelector(StreamSelector):
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         return self.draws(ordinals_N, epoch) < self.keep_probability(ordinals_N)
 
-    def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
-        p = float(self.keep_probability(np.array([ordinal]))[0])
-        if keep:
-            return KEEP if p == 1 else Verdict(True, probability=p)
-        a, b = (float(x[0]) for x in self.posterior(np.array([ordinal])))
-        return Verdict(False, f"bayes: a pass rate of about {a / (a + b):.2f}", 1 - p)
+    def verdicts(self, ordinals_N: np.ndarray, keeps_N: np.ndarray) -> list[Verdict]:
+        p_N, (a_N, b_N) = self.keep_probability(ordinals_N), self.posterior(ordinals_N)
+        return [
+            Verdict(True, probability=p) if keep else Verdict(False, f"bayes: a pass rate of about {rate:.2f}", 1 - p)
+            for keep, p, rate in zip(*(x.tolist() for x in (keeps_N, p_N, a_N / (a_N + b_N))), strict=True)
+        ]
 
     def observe(self, group: Group) -> None:
         """Count right and wrong rollouts; failed, pruned and undecided ones, and groups that were cut, are absent.
@@ -135,7 +135,7 @@ class BayesSelector(StreamSelector):
             right = wrong = (right + wrong) / 2
         ordinals = np.array([group.prompt.ordinal])
         a, b = self.posterior(ordinals)
-        self._found.append((float(mixed_probability(a, b, min(self.size, int(right + wrong)))[0]), float(mixed)))
+        self._found.append((float(a[0]), float(b[0]), min(self.size, right + wrong), mixed))
         self.a_N[ordinals], self.b_N[ordinals] = a + right, b + wrong
         self.seen_at_N[ordinals] = self.step
         self._sizes.append(len(group.siblings))
@@ -153,7 +153,10 @@ class BayesSelector(StreamSelector):
     def metrics(self) -> dict[str, float]:
         found = super().metrics()
         if self._found:
-            predicted, mixed = np.array(self._found).T
+            a, b, sizes, mixed = np.array(self._found).T
+            predicted = np.zeros(len(sizes))
+            for size in np.unique(sizes):
+                predicted[sizes == size] = mixed_probability(a[sizes == size], b[sizes == size], int(size))
             found["bayes/predicted"], found["bayes/mixed"] = float(predicted.mean()), float(mixed.mean())
             found["bayes/brier"] = float(((predicted - mixed) ** 2).mean())
         return found
