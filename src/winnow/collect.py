@@ -23,8 +23,8 @@ from .methods.gate import Gate
 from .methods.group_kind import GroupJudge
 from .methods.select import StreamSelector
 from .methods.size import GroupSize
+from .record.account import Account
 from .record.failures import FailureWatch, cause_of
-from .record.ledger import Ledger
 from .record.step_metrics import Tally
 from .record.stop_conditions import Limits, RunStoppedError, StopConditions
 from .reuse import Reuse, UsedState
@@ -97,7 +97,7 @@ class Collector:
     pace: Pace
     refill_round: int
     """Groups in one round of a filter that refills."""
-    ledger: Ledger
+    ledger: Account
     judge: GroupJudge
     limits: Limits
     gates: dict[str, Gate] = field(default_factory=dict)

@@ -316,6 +316,10 @@ class Group:
         values = [np.nan if r.reward is None or r.greedy else r.reward for r in self.rollouts]
         return np.array(values, dtype=np.float64)
 
+    def known_rewards(self) -> list[float]:
+        """Return the rewards of the siblings that have one."""
+        return [r.reward for r in self.rollouts if r.reward is not None and not r.greedy]
+
     def greedy_reward(self) -> float | None:
         """Return the greedy rollout's reward; None without such a rollout or reward."""
         return next((r.reward for r in self.rollouts if r.greedy), None)

@@ -115,7 +115,7 @@ def test_zero_variance_equals_the_definition(rewards: list[float]) -> None:
     there = [r for r in rewards if r == r]
     expected = all(abs(a - b) <= 1e-8 for a in there for b in there)
     assert is_zero_variance(np.array(rewards)) == expected
-    kind = GroupJudge().of_rewards(np.array(rewards))
+    kind = GroupJudge().of_rewards(there)
     assert (kind is GroupKind.NOT_JUDGED) == (len(there) < 2)
     assert kind.zero_variance == (expected and len(there) >= 2)
     if kind.zero_variance:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.base.noise import as_tensor, mix, noise_key, uniform
+from winnow.base.noise import as_tensor, mix, noise_key, uniform, uniform_array
 
 GAMMA = 0x9E3779B97F4A7C15
 PUBLISHED = [
@@ -34,6 +35,7 @@ def test_uniform_is_the_top_24_bits_of_splitmix64() -> None:
 @given(key=words, position=st.integers(min_value=0, max_value=2**31))
 def test_uniform_equals_python_integers(key: int, position: int) -> None:
     got = uniform(as_tensor([key]), torch.tensor([position]))
+    assert uniform_array(key, np.array([position]))[0] == got[0]
     assert got.item() == (mix(key + (position + 1) * GAMMA) >> 40) / 2**24
     assert 0 <= got.item() < 1
 

@@ -13,9 +13,12 @@ from typer.testing import CliRunner
 from winnow.cli.main import app
 from winnow.config import ConfigError, RunConfig, validate
 from winnow.methods.pass_rates import PassRate
+from winnow.record.account import Counts
+from winnow.record.ledger import Ledger
+from winnow.record.proof import FATES
 from winnow.run.build import build_task
-from winnow.study.simulate import policy_of, simulate
-from winnow.types import Prompt
+from winnow.study.simulate import Policy, Rewards, policy_of, simulate
+from winnow.types import Group, Job, Prompt, Visit
 
 ENV = {"name": "countdown", "train_size": 120, "test_size": 8}
 
@@ -91,6 +94,72 @@ def test_few_rollouts_of_a_prompt_say_little_about_it() -> None:
         rates = policy_of(prompts, profile, 0).rates()
         assert rates.mean() == pytest.approx(true.mean(), abs=0.02)
         assert rates.std() == pytest.approx(true.std(), abs=0.04)
+
+
+def test_the_account_is_that_of_a_ledger(profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a run with reuse, audits, probes and carried groups."""
+    changes = {
+        "filter": "zero_variance",
+        "selector": "greso",
+        "audit": {"epsilon": 0.3},
+        "group_size": {"name": "sequential", "probe": 2, "hard_size": 6},
+        "rollout_batch": {"name": "adaptive", "size": 12},
+        "max_lag": 1,
+        "correction": "truncate",
+        "policy_loss": "plain",
+        "reuse": {"updates": 2, "audit": 0.5},
+    }
+    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
+
+        class Both(Counts):
+            def visit(self, visits: Any, **at: Any) -> None:
+                super().visit(visits, **at)
+                ledger.visit(visits, **at)
+
+            def finish(self, group: Group, *, step: int) -> None:
+                super().finish(group, step=step)
+                ledger.finish(group, step=step)
+
+            def step(self, step: int, **values: Any) -> None:
+                ledger.step(step, **values)
+
+            def evaluation(self, *values: Any) -> None:
+                ledger.evaluation(*values)
+
+        monkeypatch.setattr("winnow.study.simulate.Counts", Both)
+        found = simulate(config(**changes, max_steps=60), profile, length=3)
+        ledger.set_meta("max_lag", "1")
+        ledger.set_meta("finished", "true")
+        proof = ledger.verify()
+    assert proof.ok, proof.problems
+    booked = {fate: proof.totals[fate] for fate in FATES}
+    assert found["visits"] == proof.visits == sum(row["visits"] for row in booked.values())
+    assert found["rollouts"] == proof.rollouts
+    assert found["tokens_by_fate"] == {fate: row["tokens"] for fate, row in booked.items() if row["tokens"]}
+    assert {"trained", "filtered", "surplus"} <= found["tokens_by_fate"].keys()
+    assert booked["skipped"]["visits"] > 0
+    assert proof.totals["evaluation"]["rollouts"] > 0
+    assert proof.rules["greso"]["audited"] > 0
+
+
+def test_rewards_are_a_function_of_seed_visit_and_sibling() -> None:
+    prompts = [Prompt(f"p{i}", i, text="") for i in range(500)]
+    policy = Policy(np.zeros(500))
+    visits = [Visit(7 * prompt.ordinal, 0, prompt) for prompt in prompts]
+    whole = Rewards(policy, 1, 3).run([Job(visit, 8) for visit in visits])
+    rewards_VG = np.array([group.rewards() for group in whole])
+    assert rewards_VG.mean() == pytest.approx(0.5, abs=0.03)
+    assert len(np.unique(rewards_VG, axis=0)) > 200
+    for visit, rewards_G in zip(visits[::50], rewards_VG[::50], strict=True):
+        parts = [Rewards(policy, 1, 3).run([Job(visit, size, first=first)])[0] for first, size in ((0, 3), (3, 5))]
+        assert [r.sibling for part in parts for r in part.rollouts] == list(range(8))
+        np.testing.assert_array_equal(np.concatenate([part.rewards() for part in parts]), rewards_G)
+    other = Rewards(policy, 1, 4).run([Job(visit, 8) for visit in visits])
+    assert np.mean(rewards_VG == [group.rewards() for group in other]) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_step_may_want_more_groups_than_there_are_prompts(profile: Path) -> None:
+    assert simulate(config(prompts_per_step=130, max_steps=2), profile)["visits"] == 260
 
 
 def test_what_it_cannot_simulate_is_refused(profile: Path, tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ is SplitMix64's finalizer (Steele, Lea, Flood 2014), which passes BigCrush as a 
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
@@ -35,8 +38,8 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
-def _shift(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Shift int64 right logically (torch's shift is arithmetic)."""
+def _shift(x: Any, n: int) -> Any:
+    """Shift int64 right logically (the shift of tensors and arrays is arithmetic)."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
@@ -47,8 +50,19 @@ def as_tensor(keys: list[int], device: torch.device | str = "cpu") -> torch.Tens
 
 def uniform(keys_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
     """Return float32 [N] in [0, 1), one per (key, position): multiples of 2**-24, so none rounds to 1.0."""
-    x = keys_N + (positions_N + 1) * _signed(_GAMMA)
+    return _top_bits(keys_N, positions_N).to(torch.float32) * 2.0**-24
+
+
+def uniform_array(key: int, positions: np.ndarray) -> np.ndarray:
+    """Return what `uniform` does for one key, as a float32 array; for few numbers several times as fast."""
+    bits: np.ndarray = _top_bits(_signed(key), positions.astype(np.int64))
+    return bits.astype(np.float32) * np.float32(2.0**-24)
+
+
+def _top_bits(keys: Any, positions: Any) -> Any:
+    """Return the top 24 bits of SplitMix64, of int64 tensors or arrays."""
+    x = keys + (positions + 1) * _signed(_GAMMA)
     x = (x ^ _shift(x, 30)) * _signed(_M1)
     x = (x ^ _shift(x, 27)) * _signed(_M2)
     x = x ^ _shift(x, 31)
-    return _shift(x, 40).to(torch.float32) * 2.0**-24
+    return _shift(x, 40)

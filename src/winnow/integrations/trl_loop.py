@@ -106,7 +106,7 @@ class LoopInTrl:
         self._complete()
         if self._collector is not None:
             self._collector.close(self._step, in_flight=[])
-            self._collector.ledger.set_meta("finished", "true")
+            self._ledger.set_meta("finished", "true")
 
     def require_a_batch(self) -> None:
         """Raise ConfigError if TRL, which drops incomplete batches, would end without a step."""
@@ -126,7 +126,7 @@ class LoopInTrl:
     def close(self) -> None:
         if self._collector is not None:
             self._records.close()
-            self._collector.ledger.close()
+            self._ledger.close()
             self._collector, self._batch = None, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class LoopInTrl:
             "config": as_saved(self.config),
             "task": self._task.fingerprint(),
             "offsets": self._records.offsets(),
-            "ledger": self._collector.ledger.mark(),
+            "ledger": self._ledger.mark(),
         }
 
     def load_state_dict(self, path: Path) -> None:
@@ -173,7 +173,7 @@ class LoopInTrl:
         private_directory(self.run_dir)
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
         write_json(self.run_dir / CHARTS, method_charts(c), private=True)
-        ledger = Ledger.open(self.run_dir / LEDGER)
+        self._ledger = ledger = Ledger.open(self.run_dir / LEDGER)
         ledger.judge = m.judge
         if state is not None:
             ledger.rollback(state["ledger"], reason=f"resumed from step {state['loop']['step']}")

@@ -17,7 +17,7 @@ def by_agent(groups: Sequence[Group]) -> list[Group]:
     """
     found: list[Group] = []
     for group in groups:
-        names = dict.fromkeys(name for rollout in group.rollouts for name in rollout.agent_rewards)
+        names = dict.fromkeys([name for rollout in group.rollouts for name in rollout.agent_rewards])
         if not names:
             found.append(group)
         for name in names:

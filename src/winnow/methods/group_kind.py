@@ -7,7 +7,7 @@ random are not judged and enter no share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,8 +30,12 @@ def is_zero_variance(rewards_G: np.ndarray, atol: float = 1e-8) -> bool:
     float [G]; NaN members are absent. Tested on the rewards that the advantage uses, so with a format bonus a mix of
     0 and 0.1 is not zero-variance. No member present counts as zero-variance.
     """
-    present = rewards_G[~np.isnan(rewards_G)]
-    return len(present) == 0 or bool(present.max() - present.min() <= atol)
+    return are_equal(rewards_G[~np.isnan(rewards_G)].tolist(), atol)
+
+
+def are_equal(rewards: Sequence[float], atol: float) -> bool:
+    """Whether the rewards lie within `atol` of each other."""
+    return not rewards or max(rewards) - min(rewards) <= atol
 
 
 @dataclass(frozen=True)
@@ -60,24 +64,25 @@ class GroupJudge:
         kind = self.by_rewards(group)
         if kind.zero_variance:
             return self._level(group, all)
-        if kind is not GroupKind.SIGNAL or self.advantage is None or not self.advantage.group_relative:
+        advantage = self.advantage
+        if kind is not GroupKind.SIGNAL or advantage is None or not (advantage.group_relative and advantage.may_vanish):
             return kind
-        advantages = self.advantage.of_batch(by_agent([group]))
+        advantages = advantage.of_batch(by_agent([group]))
         if any((np.abs(advantages_G) > 0).any() for advantages_G in advantages):  # NaN, an absent member, is not
             return kind
         return self._level(group, any)
 
     def by_rewards(self, group: Group) -> GroupKind:
         """Return the kind of a group by rewards alone, as in `of_rewards`; of several agents, that of the best."""
-        kinds = [self.of_rewards(of_one.rewards()) for of_one in by_agent([group])]
+        kinds = [self.of_rewards(of_one.known_rewards()) for of_one in by_agent([group])]
         best = (GroupKind.SIGNAL, GroupKind.UNKNOWN)
         return next((kind for kind in best if kind in kinds), GroupKind.NOT_JUDGED)
 
-    def of_rewards(self, rewards_G: np.ndarray) -> GroupKind:
-        """Return the kind by rewards alone, `UNKNOWN` when they are equal: float [G], NaN where a member is absent."""
-        if np.count_nonzero(~np.isnan(rewards_G)) < self.least:
+    def of_rewards(self, rewards: Sequence[float]) -> GroupKind:
+        """Return the kind by the known rewards alone, `UNKNOWN` when they are equal."""
+        if len(rewards) < self.least:
             return GroupKind.NOT_JUDGED
-        return GroupKind.UNKNOWN if is_zero_variance(rewards_G, self.atol) else GroupKind.SIGNAL
+        return GroupKind.UNKNOWN if are_equal(rewards, self.atol) else GroupKind.SIGNAL
 
     def _level(self, group: Group, enough: Callable[[list[bool | None]], bool]) -> GroupKind:
         """Return the kind of a group without signal: easy if `enough` (all or any) of its members are right."""

@@ -23,8 +23,8 @@ def mixed_probability(a: np.ndarray, b: np.ndarray, size: int) -> np.ndarray:
     1 - E[p^G + (1 - p)^G] in closed form. float64 arrays that broadcast.
     """
     k = np.arange(size)
-    total = np.add.outer(a + b, k)
-    mixed: np.ndarray = 1.0 - (np.add.outer(a, k) / total).prod(-1) - (np.add.outer(b, k) / total).prod(-1)
+    total = np.add.outer(k, a + b)
+    mixed: np.ndarray = 1.0 - (np.add.outer(k, a) / total).prod(0) - (np.add.outer(k, b) / total).prod(0)
     return mixed
 
 
@@ -61,22 +61,17 @@ class Posteriors(Stateful):
     def of(self, ordinals_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a and b of the prompts' Beta posteriors, float64 [N]."""
         a_N, b_N = self.a_N[ordinals_N].astype(np.float64), self.b_N[ordinals_N].astype(np.float64)
-        seen_N = a_N + b_N > 0
-        worth_N = np.where(seen_N, a_N + b_N, 1.0)
+        worth_N = a_N + b_N
+        unseen_N = worth_N == 0
         age_N = self.step - self.seen_at_N[ordinals_N].astype(np.float64)
-        left_N = np.maximum(self.forget**age_N, self.strength / worth_N)
+        left_N = np.maximum(self.forget**age_N, self.strength / (worth_N + unseen_N))
         prior_a, prior_b = self.prior()
-        return np.where(seen_N, a_N * left_N, prior_a), np.where(seen_N, b_N * left_N, prior_b)
+        return a_N * left_N + unseen_N * prior_a, b_N * left_N + unseen_N * prior_b
 
     def prior(self) -> tuple[float, float]:
         """Return a and b of a prompt never seen."""
         a = self.strength * self.all_right / self.all_rollouts
         return a, self.strength - a
-
-    def mean(self, ordinal: int) -> float:
-        """Return the expected pass rate of a prompt that has been seen."""
-        a, b = float(self.a_N[ordinal]), float(self.b_N[ordinal])
-        return a / (a + b)
 
     def counts(self, group: Group) -> tuple[float, float]:
         """Return the right and the wrong rollouts of a group; failed, pruned, cut and undecided ones are absent.

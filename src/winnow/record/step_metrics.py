@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,10 +21,13 @@ class Tally:
         self.judge = judge
         self.groups = 0
         self.sizes: list[int] = []
-        self.reward_sets: list[np.ndarray] = []
+        self.rewards: list[float] = []
+        """Rewards of all groups, one group after another."""
+        self.reward_counts: list[int] = []
+        """Number of rewards of each group that has some."""
         self.rewarded_sizes: list[int] = []
-        """Sizes of the groups in `reward_sets`."""
-        self.by_function: dict[str, list[float]] = {}
+        """Sizes of those groups."""
+        self.by_function: defaultdict[str, list[float]] = defaultdict(list)
         self.kinds: Counter[GroupKind] = Counter()
         self.lengths: list[int] = []
         self.distinct: list[float] = []
@@ -38,8 +41,9 @@ class Tally:
         self.failed = Failures()
         self.refused: Counter[str] = Counter()
         """Groups with missing rewards, by reason."""
-        self.turns: list[list[str]] = []
-        """Stop reasons of the turns of each rollout."""
+        self.turns: list[int] = []
+        """Number of turns of each rollout."""
+        self.truncated_turns = 0
         self.segments: list[int] = []
         """Number of segments of each rollout."""
         self.barrier_wait_s = 0.0
@@ -58,37 +62,43 @@ class Tally:
 
     def finished(self, group: Group) -> None:
         """Count a group that returned from the runner."""
+        siblings = group.siblings
         self.groups += 1
-        self.sizes.append(len(group.siblings))
-        rewards_G = group.rewards()
-        present = rewards_G[~np.isnan(rewards_G)]
-        if len(present):
-            self.reward_sets.append(present)
-            self.rewarded_sizes.append(len(group.siblings))
+        self.sizes.append(len(siblings))
+        rewards = group.known_rewards()
+        if rewards:
+            self.rewards += rewards
+            self.reward_counts.append(len(rewards))
+            self.rewarded_sizes.append(len(siblings))
         self.kinds[self.judge.kind(group)] += 1
-        if len(present) > 1:
-            ended = [rollout for rollout in group.siblings if rollout.reward is not None]
-            self.distinct.append(len({rollout.token_ids.tobytes() for rollout in ended}) / len(ended))
+        if len(rewards) > 1:
+            distinct = {rollout.token_ids.tobytes() for rollout in siblings if rollout.reward is not None}
+            self.distinct.append(len(distinct) / len(rewards))
         for rollout in group.rollouts:
+            tokens = int(np.count_nonzero(rollout.action_mask))
             self.rollouts += 1
-            self.sampled_tokens += int(np.count_nonzero(rollout.action_mask))
+            self.sampled_tokens += tokens
             self.kept_tokens += rollout.kept
             self.barrier_wait_s += rollout.barrier_wait_s
             if rollout.fate == Fate.FAILED:
                 self.failed.add(rollout.reason, group.prompt.id)
-        for rollout in group.siblings:
-            self.lengths.append(int(np.count_nonzero(rollout.action_mask)))
+            if rollout.greedy:
+                continue
+            self.lengths.append(tokens)
             self.truncated += rollout.stop_reason == "length"
-            self.turns.append([turn.stop_reason for turn in rollout.turns])
-            self.segments.append(len(rollout.segments))
+            self.turns.append(len(rollout.turns))
+            for turn in rollout.turns:
+                self.truncated_turns += turn.stop_reason == "length"
+            self.segments.append(1 + len(rollout.later))
             for name, value in rollout.rewards.items():
                 if value is not None:
-                    self.by_function.setdefault(name, []).append(value)
+                    self.by_function[name].append(value)
 
     def fated(self, group: Group) -> None:
         """Count the tokens of a group by fate."""
         for rollout in group.rollouts:
-            self.tokens[str(rollout.fate)] += int(np.count_nonzero(rollout.action_mask))
+            assert rollout.fate is not None
+            self.tokens[rollout.fate] += int(np.count_nonzero(rollout.action_mask))
 
     @property
     def judged(self) -> int:
@@ -114,30 +124,37 @@ class Tally:
         }
         if self.groups:  # asynchronous samplers may have finished none
             metrics |= self._of_groups() | self._of_kinds()
-        if any(len(ends) > 1 for ends in self.turns):
-            ends = [end for rollout in self.turns for end in rollout]
-            metrics["turns/mean"] = len(ends) / len(self.turns)
-            metrics["turns/clipped_ratio"] = ends.count("length") / len(ends)
+        if any(n > 1 for n in self.turns):
+            metrics["turns/mean"] = sum(self.turns) / len(self.turns)
+            metrics["turns/clipped_ratio"] = self.truncated_turns / sum(self.turns)
         if any(n > 1 for n in self.segments):
             metrics["segments/mean"] = float(np.mean(self.segments))
         if self.barrier_wait_s:
             metrics["barrier_wait_s"] = self.barrier_wait_s
         if self.distinct:
             metrics["completions/distinct"] = float(np.mean(self.distinct))
-        if self.reward_sets:
+        if self.rewards:
+            means, stds = self._means_and_stds()
             # By size: a mean over groups is biased where the first rewards decide how large a group becomes.
-            means = [rewards.mean() for rewards in self.reward_sets]
             metrics["reward"] = float(np.average(means, weights=self.rewarded_sizes))
-            metrics["reward_std"] = float(np.mean([r.std() for r in self.reward_sets]))
+            metrics["reward_std"] = float(np.mean(stds))
         for name, values in sorted(self.by_function.items()):
             metrics |= {f"rewards/{name}/mean": float(np.mean(values)), f"rewards/{name}/std": float(np.std(values))}
         metrics |= {f"tokens/{fate}": float(count) for fate, count in sorted(self.tokens.items())}
         return metrics | {f"seconds/{name}": s for name, s in self.seconds.items()}
 
+    def _means_and_stds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and standard deviation of the rewards of each group that has some."""
+        rewards, counts = np.array(self.rewards, dtype=np.float64), np.array(self.reward_counts)
+        starts = np.cumsum(counts) - counts
+        means = np.add.reduceat(rewards, starts) / counts
+        squares = (rewards - np.repeat(means, counts)) ** 2
+        return means, np.sqrt(np.add.reduceat(squares, starts) / counts)
+
     def _of_groups(self) -> dict[str, float]:
         return {
-            "groups/size_mean": float(np.mean(self.sizes)),
-            "completions/mean_length": float(np.mean(self.lengths)) if self.lengths else 0.0,
+            "groups/size_mean": sum(self.sizes) / len(self.sizes),
+            "completions/mean_length": sum(self.lengths) / max(len(self.lengths), 1),
             "completions/max_length": float(max(self.lengths, default=0)),
             "completions/clipped_ratio": self.truncated / max(len(self.lengths), 1),
             "rollouts/failed_share": self.failed_share(),

@@ -115,6 +115,8 @@ class StopConditions:
 
     def of_failures(self, step: int, tally: Tally, prompts_per_step: int) -> RunStoppedError | None:
         """Stop on too large a share of failed rollouts."""
+        if not tally.failed.counts:
+            return None
         enough = sum(tally.sizes) >= MIN_FAILURES_JUDGED or tally.groups >= prompts_per_step
         faults = [(cause, n) for cause, n in tally.failed.most_common() if cause not in self._limits.no_fault]
         share = sum(n for _, n in faults) / max(tally.rollouts, 1)

@@ -22,7 +22,7 @@ from ..methods.loss import LossConfig
 from ..methods.select import StreamSelector
 from ..methods.size import GroupSize, RolloutBatch
 from ..methods.success import Success, default_success
-from ..record.ledger import Ledger
+from ..record.account import Account
 from ..record.stop_conditions import Limits
 from ..reuse import Reuse
 from ..sampler.base import GroupSource
@@ -248,7 +248,7 @@ def build_collector(
     c: RunConfig,
     m: Methods,
     sampler: GroupSource,
-    ledger: Ledger,
+    ledger: Account,
     prompts: Mapping[Purpose, Prompts],
     *,
     asynchronous: bool = False,

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+import numpy as np
+
 from ..types import Group, Visit
 
 
@@ -147,5 +149,5 @@ class Buffer:
 
 def oldest_version(group: Group) -> int | None:
     """Return the policy version of the group's oldest token; None for a group without tokens."""
-    versions = [int(r.versions[r.action_mask].min()) for r in group.rollouts if r.action_mask.any()]
-    return min(versions, default=None)
+    versions = np.concatenate([r.versions[r.action_mask] for r in group.rollouts])
+    return int(versions.min()) if len(versions) else None

@@ -9,7 +9,6 @@ They rise together while the policy learns: logit p_i + ability, where ability g
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +17,19 @@ from typing import Any
 
 import numpy as np
 
+from ..base.memory import heap_frozen
+from ..base.noise import noise_key, uniform_array
 from ..config import ConfigError, RunConfig
 from ..methods.pass_rates import PassRate, read_profile
-from ..record.ledger import Ledger
-from ..record.ledger_file import LEDGER
-from ..record.proof import FATES
+from ..record.account import Counts
 from ..reuse import Reuse
 from ..run.build import build_task
 from ..run.build_methods import build_collector, build_methods
-from ..types import Group, Job, Prompt, Rollout
+from ..types import Fate, Group, Job, Prompt, Rollout
 
+SIMULATE_STREAM = 10
+LARGEST_GROUP = 1 << 20
+"""Draws that the noise reserves for each visit."""
 EDGE = 1e-6
 """Rates are kept so far from 0 and 1, for their logits."""
 
@@ -74,8 +76,8 @@ class Rewards:
     """Finishes every group at the next poll, with rewards of 0 and 1; a `GroupSource`."""
 
     def __init__(self, policy: Policy, length: int, seed: int) -> None:
-        self.policy, self.version = policy, 0
-        self._seed, self._length = seed, length
+        self.policy, self.version, self.rates_N = policy, 0, policy.rates()
+        self._key = noise_key(seed, SIMULATE_STREAM)
         self._mask = np.ones(length, dtype=bool)
         self._ids, self._logp = np.zeros(length, np.int64), np.zeros(length, np.float32)
         self._jobs: list[Job] = []
@@ -92,14 +94,24 @@ class Rewards:
         return self.run(jobs)
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
-        rates = self.policy.rates()
-        return [self._finished(job, float(rates[job.visit.prompt.ordinal])) for job in jobs]
+        numbers_J = np.array([job.visit.number for job in jobs])
+        rates_J = self.rates_N[[job.visit.prompt.ordinal for job in jobs]]
+        siblings_G = np.arange(max(job.first + job.size for job in jobs))
+        draws_JG = uniform_array(self._key, np.add.outer(LARGEST_GROUP * numbers_J, siblings_G))
+        rewards_JG = (draws_JG < rates_J[:, None]).astype(np.float64).tolist()
+        versions = np.full(len(self._ids), self.version, np.int32)
+        return [self._finished(job, rewards_G, versions) for job, rewards_G in zip(jobs, rewards_JG, strict=True)]
 
-    def _finished(self, job: Job, rate: float) -> Group:
-        right = np.random.default_rng((self._seed, job.visit.number)).random(job.first + job.size)[job.first :] < rate
-        versions = np.full(self._length, self.version, np.int32)
+    def update(self, logits: float) -> None:
+        """Add `logits` to the policy's ability and count one version."""
+        self.policy.ability += logits
+        self.version += 1
+        self.rates_N = self.policy.rates()
+
+    def _finished(self, job: Job, rewards_G: Sequence[float], versions: np.ndarray) -> Group:
         rollouts = []
-        for sibling, reward in enumerate(right.astype(float).tolist(), job.first):
+        for sibling in range(job.first, job.first + job.size):
+            reward = rewards_G[sibling]
             rollout = Rollout(sibling, (0,), self._ids, self._mask, self._logp, versions, stop_reason="eos")
             rollout.reward, rollout.rewards = reward, {"env": reward}
             rollouts.append(rollout)
@@ -126,34 +138,37 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
     if any(m.selector.wants_profile(step) for step in range(1, c.max_steps)):
         raise ConfigError("selector: it asks for new pass rates during the run, of which a simulation has none")
     trained, oracle, started, step = 0.0, 0.0, time.perf_counter(), 0
-    with tempfile.TemporaryDirectory() as folder, Ledger.open(Path(folder) / LEDGER) as ledger:
+    counts = Counts()
+    with heap_frozen():
         reuse = None
         if c.reuse is not None:
             reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, m.judge, _unchanged, source.run)
-        collector = build_collector(c, m, source, ledger, {"train": task.train}, reuse=reuse)
+        collector = build_collector(c, m, source, counts, {"train": task.train}, reuse=reuse)
         while step < c.max_steps and collector.stop is None:
             batch = collector.collect(step)
             if not batch.groups:
                 break
             teaching = sum(m.judge.teaches(group) for group in batch.trained_on)
-            trained += float(sum(np.var(group.rewards()) * len(group.rollouts) for group in batch.groups))
-            oracle += _best_signal(source.policy.rates(), c.prompts_per_step, batch.groups)
+            trained += sum(map(_squares, batch.groups))
+            oracle += _best_signal(source.rates_N, c.prompts_per_step, batch.groups)
             collector.trained(step, batch.groups, {"updated": float(teaching > 0)})
             collector.end_step(step, batch.trained_on, {})
-            source.policy.ability += growth * teaching / 1000
+            source.update(growth * teaching / 1000)
             step += 1
-            source.version = step
         collector.close(step, [])
-        found = _account(ledger)
-    per_token, best = trained / max(1, found["tokens"]), oracle / max(1, step) / length
+    tokens = counts.rollouts.total() * length
+    per_token, best = trained / max(1, tokens), oracle / max(1, step) / length
     return {
         "steps": step,
         "stopped": str(collector.stop or ""),
-        **found,
+        "visits": counts.visits,
+        "rollouts": counts.rollouts.total(),
+        "tokens": tokens,
+        "tokens_by_fate": {fate.value: counts.rollouts[fate] * length for fate in Fate if counts.rollouts[fate]},
         "signal_per_1000_tokens": 1000 * per_token,
         "oracle_per_1000_tokens": 1000 * best,
         "share_of_oracle": per_token / best if best else 0.0,
-        "mean_rate": float(source.policy.rates().mean()),
+        "mean_rate": float(source.rates_N.mean()),
         "seconds": round(time.perf_counter() - started, 2),
     }
 
@@ -161,21 +176,17 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
 def _best_signal(rates: np.ndarray, best: int, groups: Sequence[Group]) -> float:
     """Return squared deviations a rollout if groups of these sizes were of the `best` most promising prompts."""
     size = np.mean([len(group.rollouts) for group in groups])
-    spread = np.sort(rates * (1 - rates))[-best:]
+    best = min(best, len(rates))
+    spread = np.partition(rates * (1 - rates), -best)[-best:]
     return float(spread.mean() * (size - 1) / size)
+
+
+def _squares(group: Group) -> float:
+    """Return the sum of squared deviations of rewards of 0 and 1 from their mean."""
+    size, right = len(group.rollouts), sum(rollout.reward or 0.0 for rollout in group.rollouts)
+    return right * (size - right) / size
 
 
 def _unchanged(groups: Sequence[Group]) -> list[np.ndarray]:
     """Return log ratios of a policy that is still the one that sampled."""
     return [np.zeros(len(group.rollouts)) for group in groups]
-
-
-def _account(ledger: Ledger) -> dict[str, Any]:
-    totals = ledger.totals()
-    tokens = {fate: int(totals[fate]["tokens"]) for fate in FATES if totals[fate]["tokens"]}
-    return {
-        "visits": ledger.verify().visits,
-        "rollouts": int(sum(totals[fate]["rollouts"] for fate in FATES)),
-        "tokens": sum(tokens.values()),
-        "tokens_by_fate": tokens,
-    }

@@ -19,6 +19,9 @@ class Advantage:
     greedy_baseline: ClassVar[bool] = False
     """Whether every group gets a greedy rollout in addition to its siblings."""
 
+    may_vanish: ClassVar[bool] = True
+    """Whether all advantages of a group can be 0 although its rewards differ."""
+
     @property
     def group_relative(self) -> bool:
         """Whether a group with equal rewards teaches nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -25,6 +26,8 @@ def dr_grpo(rewards_G: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class DrGrpo(Advantage):
     """Dr. GRPO (Liu et al. 2025): r - mean, no division by the standard deviation."""
+
+    may_vanish: ClassVar[bool] = False
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
         return dr_grpo(rewards_G)

@@ -37,6 +37,7 @@ class Grpo(Advantage):
     ddof: Literal[0, 1] = 0
     """0: variance of the group. 1: sample variance, with Bessel's correction."""
     scaled: ClassVar[bool] = True
+    may_vanish: ClassVar[bool] = False
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
         return grpo(rewards_G, self.eps, self.ddof)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ def rloo(rewards_G: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class Rloo(Advantage):
     """RLOO (Ahmadian et al. 2024): r_i - mean of the siblings."""
+
+    may_vanish: ClassVar[bool] = False
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
         return rloo(rewards_G)

@@ -6,13 +6,14 @@ bounded by `max_refill_rounds`. Without it, the loss runs over the surviving gro
 
 from __future__ import annotations
 
-import numpy as np
+from statistics import fmean
+
 from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
 from ...types import KEEP, Group, GroupKind, Verdict
-from ..group_kind import is_zero_variance
+from ..group_kind import are_equal
 from .base import Filter
 
 ROUNDS = 10
@@ -34,7 +35,7 @@ class ZeroVariance(Filter):
     def admit(self, group: Group, kind: GroupKind) -> Verdict:
         if not kind.zero_variance:
             return KEEP
-        rewards_G = group.rewards()
-        if not is_zero_variance(rewards_G, self.atol):
+        rewards = group.known_rewards()
+        if not are_equal(rewards, self.atol):
             return Verdict(False, "no signal: every advantage is 0")
-        return Verdict(False, f"zero variance: all rewards are {rewards_G[~np.isnan(rewards_G)].mean():g}")
+        return Verdict(False, f"zero variance: all rewards are {fmean(rewards):g}")

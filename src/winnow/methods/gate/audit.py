@@ -135,7 +135,7 @@ def squared_advantages(group: Group, judge: GroupJudge) -> np.ndarray | None:
         return np.sum(found, axis=0) if found else None
     advantage, rewards_G = judge.advantage, group.rewards()
     assert advantage is not None
-    kind = judge.of_rewards(rewards_G)
+    kind = judge.of_rewards(group.known_rewards())
     if kind is GroupKind.NOT_JUDGED and any(r.fate == Fate.FAILED for r in group.rollouts):
         return None
     if kind is GroupKind.NOT_JUDGED or (advantage.group_relative and kind.zero_variance):

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
-from ...base.noise import as_tensor, noise_key, uniform
+from ...base.noise import noise_key, uniform_array
 from ...types import Decision, GroupView, Verdict
 
 AUDIT_STREAM = 4
@@ -33,9 +32,8 @@ class Overrides:
 
         A function of seed, name, key and probability only: order and batching do not change it.
         """
-        noise = as_tensor([noise_key(self.seed, AUDIT_STREAM, zlib.crc32(self.name.encode()), *key)])
-        drawn: np.ndarray = uniform(noise, torch.from_numpy(last_N.astype(np.int64))).numpy()
-        return drawn < self.probability
+        noise = noise_key(self.seed, AUDIT_STREAM, zlib.crc32(self.name.encode()), *key)
+        return uniform_array(noise, last_N) < self.probability
 
     def apply(self, view: GroupView, verdict: Verdict, earlier: Sequence[Decision]) -> Verdict:
         """Return the rule's verdict, or its override; `earlier` are this rule's decisions about the same rollout.

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
 from ...base.state import Probability, State
-from ...types import KEEP, Group, GroupKind, Prompt, Verdict
+from ...types import Group, GroupKind, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
 from ..posterior import Posteriors, mixed_probability
@@ -60,11 +60,9 @@ class BayesSelector(StreamSelector):
         self.posteriors = Posteriors(len(prompts), judge, forget=options.forget, strength=options.strength)
         self.size = 8
         """Size of the last step's smallest group: a probe decides whether its group is mixed."""
-        self._asked: dict[int, float] = {}
-        """Probabilities of the visits decided last."""
         self._sizes: list[int] = []
-        self._found: list[tuple[float, float]] = []
-        """Predicted chance and outcome of the groups of this step."""
+        self._found: list[tuple[float, float, float, bool]] = []
+        """Posterior before each group of this step, the size to predict for, and whether it was mixed."""
 
     def keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
         """Return the probability to roll out each prompt, float64 [N]: 1 for who is as promising as one never seen."""
@@ -74,23 +72,22 @@ class BayesSelector(StreamSelector):
         return np.clip(keep_N**self.options.power, self.options.floor, 1.0)
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        keep_N = self.keep_probability(ordinals_N)
-        self._asked = dict(zip(ordinals_N.tolist(), keep_N.tolist(), strict=True))
-        return self.draws(ordinals_N, epoch) < keep_N
+        return self.draws(ordinals_N, epoch) < self.keep_probability(ordinals_N)
 
-    def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
-        p = self._asked[ordinal]
-        if keep:
-            return KEEP if p == 1 else Verdict(True, probability=p)
-        return Verdict(False, f"bayes: a pass rate of about {self.posteriors.mean(ordinal):.2f}", 1 - p)
+    def verdicts(self, ordinals_N: np.ndarray, keeps_N: np.ndarray) -> list[Verdict]:
+        p_N, (a_N, b_N) = self.keep_probability(ordinals_N), self.posteriors.of(ordinals_N)
+        return [
+            Verdict(True, probability=p) if keep else Verdict(False, f"bayes: a pass rate of about {rate:.2f}", 1 - p)
+            for keep, p, rate in zip(*(x.tolist() for x in (keeps_N, p_N, a_N / (a_N + b_N))), strict=True)
+        ]
 
     def observe(self, group: Group) -> None:
         right, wrong = self.posteriors.counts(group)
         if right + wrong < 2:
             return
         a, b = self.posteriors.of(np.array([group.prompt.ordinal]))
-        predicted = mixed_probability(a, b, min(self.size, int(right + wrong)))
-        self._found.append((float(predicted[0]), float(self.judge.kind(group) is GroupKind.SIGNAL)))
+        mixed = self.judge.kind(group) is GroupKind.SIGNAL
+        self._found.append((float(a[0]), float(b[0]), min(self.size, right + wrong), mixed))
         self._sizes.append(len(group.siblings))
         self.posteriors.add(group.prompt.ordinal, right, wrong)
 
@@ -103,7 +100,10 @@ class BayesSelector(StreamSelector):
     def metrics(self) -> dict[str, float]:
         metrics = super().metrics()
         if self._found:
-            predicted, mixed = np.array(self._found).T
+            a, b, sizes, mixed = np.array(self._found).T
+            predicted = np.zeros(len(sizes))
+            for size in np.unique(sizes):
+                predicted[sizes == size] = mixed_probability(a[sizes == size], b[sizes == size], int(size))
             metrics["bayes/predicted"], metrics["bayes/mixed"] = float(predicted.mean()), float(mixed.mean())
             metrics["bayes/brier"] = float(((predicted - mixed) ** 2).mean())
         return metrics

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
-from ...base.noise import as_tensor, noise_key, uniform
+from ...base.noise import noise_key, uniform_array
 from ...base.state import Count, State, Stateful
 from ...types import KEEP, Group, Prompt, Verdict, Visit
 from ..gate.audit import RuleAudit
@@ -80,10 +79,11 @@ class StreamSelector(Stateful):
             keeps = own | drawn
             kept = np.flatnonzero(keeps)[:missing]
             passed = int(kept[-1]) + 1 if len(kept) == missing else len(ordinals)
-            for ordinal, keep, draw in zip(*(a[:passed].tolist() for a in (ordinals, own, drawn)), strict=True):
-                verdict = self.verdict_on(ordinal, keep)
-                if self.audit is not None:
-                    verdict = self.audit.of_skip(verdict, draw)
+            ordinals, own, drawn = ordinals[:passed], own[:passed], drawn[:passed]
+            verdicts = self.verdicts(ordinals, own)
+            if self.audit is not None:
+                verdicts = [self.audit.of_skip(*each) for each in zip(verdicts, drawn.tolist(), strict=True)]
+            for ordinal, verdict in zip(ordinals.tolist(), verdicts, strict=True):
                 visits.append(Visit(self.visits, epoch, self.prompts[ordinal], verdict))
                 self.visits += 1
             missing -= len(kept)
@@ -97,9 +97,11 @@ class StreamSelector(Stateful):
 
     def draws(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         """Return uniform random numbers [N], each a function of (seed, ordinal, epoch) alone."""
-        key = as_tensor([noise_key(self.seed, SELECT_STREAM, epoch)])
-        draws_N: np.ndarray = uniform(key, torch.from_numpy(ordinals_N.astype(np.int64))).numpy()
-        return draws_N
+        return uniform_array(noise_key(self.seed, SELECT_STREAM, epoch), ordinals_N)
+
+    def verdicts(self, ordinals_N: np.ndarray, keeps_N: np.ndarray) -> list[Verdict]:
+        """Return the verdict on each visit, given what `keeps` returned for it."""
+        return [self.verdict_on(*each) for each in zip(ordinals_N.tolist(), keeps_N.tolist(), strict=True)]
 
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         return KEEP if keep else Verdict(False, "skipped")

@@ -1,0 +1,59 @@
+"""The account that the loop books to: a `Ledger`, or, where no file is needed, counts in memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from ..methods.group_kind import BY_REWARDS, GroupJudge
+from ..types import Fate, Group, Visit
+
+
+class Account(Protocol):
+    """What the loop calls of a ledger; see `Ledger`."""
+
+    judge: GroupJudge
+
+    def visit(self, visits: Sequence[Visit], *, step: int, version: int) -> None: ...
+
+    def finish(self, group: Group, *, step: int) -> None: ...
+
+    def step(
+        self, step: int, *, seconds: Mapping[str, float], metrics: Mapping[str, float], version: int | None = None
+    ) -> None: ...
+
+    def evaluation(self, step: int, rollouts: int, tokens: int, seconds: float) -> None: ...
+
+    def failures(self) -> list[tuple[str, str, int]]: ...
+
+
+class Counts:
+    """Counts visits, and rollouts by fate, in memory."""
+
+    def __init__(self) -> None:
+        self.judge = BY_REWARDS
+        self.visits = 0
+        self.rollouts: Counter[Fate] = Counter()
+        self.in_flight: set[int] = set()
+        """Numbers of visits that are not finished."""
+
+    def visit(self, visits: Sequence[Visit], *, step: int, version: int) -> None:
+        self.visits += len(visits)
+        self.in_flight.update(visit.number for visit in visits if visit.verdict.keep)
+
+    def finish(self, group: Group, *, step: int) -> None:
+        """Raises KeyError on a visit that is not in flight."""
+        self.in_flight.remove(group.visit.number)
+        self.rollouts.update(rollout.fate for rollout in group.rollouts if rollout.fate is not None)
+
+    def step(
+        self, step: int, *, seconds: Mapping[str, float], metrics: Mapping[str, float], version: int | None = None
+    ) -> None:
+        """Steps are not counted."""
+
+    def evaluation(self, step: int, rollouts: int, tokens: int, seconds: float) -> None:
+        """Evaluations have no fate, and are not counted."""
+
+    def failures(self) -> list[tuple[str, str, int]]:
+        return []
