@@ -90,6 +90,16 @@ def test_groups_in_two_parts(config: dict[str, Any]) -> None:
     assert all(2 <= size <= 4 for size in sizes)
 
 
+def test_drafts_go_along_with_jobs(config: dict[str, Any]) -> None:
+    """Also over a resume: the checkpoint has the drafts."""
+    config |= {"speculative": {"epochs": 8}, "env": {"name": "countdown", "train_size": 6, "test_size": 8}}
+    Trainer(config=config | {"max_steps": 3}).train()
+    Trainer.resume(config["output_dir"], {"max_steps": 6}).train()
+    assert_clean(config)
+    kept = [row["num_kept_tokens"] for row in metrics(config) if "loss" in row]
+    assert 0 < kept[2] < kept[-1]
+
+
 @pytest.mark.slow
 def test_both_samplers_say_how_they_do(config: dict[str, Any]) -> None:
     """In one step or another: where a sampler has not reported since the last one, some figures are missing."""

@@ -1,0 +1,70 @@
+"""Runs with drafts: what a run without them does, for fewer decoded tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from winnow import ConfigError, Trainer
+from winnow.sampler.drafts import Drafts
+
+from ..builders.runs import CARRYING, assert_clean, train
+
+REWARDS = Path(__file__).resolve().parent.parent / "parity.py"
+SPECULATIVE = CARRYING | {"speculative": {"epochs": 8}, "max_steps": 6}
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("more", [{}, {"group_size": {"name": "sequential", "probe": 2}}])
+def test_drafts_change_nothing_but_what_is_decoded(
+    tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """Compared with the same run whose drafts are empty."""
+    config = tiny_config | SPECULATIVE | more
+    with_, without = tmp_path / "with", tmp_path / "without"
+    train(config | {"output_dir": str(with_)})
+    assert_clean(with_)
+    rows = metrics(with_)
+    kept, tokens = rows[-1]["num_kept_tokens"], rows[-1]["num_tokens"]
+    assert 0.1 * tokens < kept < tokens
+    monkeypatch.setattr(Drafts, "of", lambda *_: ())
+    train(config | {"output_dir": str(without)})
+    for one, other in zip(rows, metrics(without), strict=True):
+        assert other["num_kept_tokens"] == 0
+        for name in ("num_tokens", "reward", "groups/rolled_out"):
+            assert one.get(name) == other.get(name)
+    weights = [load_file(run / "model" / "model.safetensors") for run in (with_, without)]
+    for name, tensor in weights[0].items():
+        assert tensor == pytest.approx(weights[1][name], abs=1e-5), name
+
+
+def test_drafts_go_along_with_jobs_to_processes(tiny_config: dict[str, Any]) -> None:
+    config = tiny_config | {"speculative": {"epochs": 8}, "sync": {"name": "processes", "samplers": 1}, "max_lag": 1}
+    config |= {"correction": "truncate", "env": {"name": "countdown", "train_size": 6, "test_size": 8}, "max_steps": 6}
+    Trainer(config=config | {"reward_funcs": [f"{REWARDS}:parity_reward"]}).train()
+    assert_clean(Path(config["output_dir"]))
+    assert metrics(Path(config["output_dir"]))[-1]["num_kept_tokens"] > 0
+
+
+def test_rollouts_of_other_epochs_have_other_noise(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    """Without an update, epochs with the same noise have the same rollouts, and the next ones others."""
+    config = tiny_config | {"env": {"name": "countdown", "train_size": 4, "test_size": 8}, "learning_rate": 1e-12}
+    run = tmp_path / "run"
+    train(config | {"speculative": {"epochs": 2}, "max_steps": 5, "output_dir": str(run)})
+    kept = [row["num_kept_tokens"] for row in metrics(run)]
+    assert [later > earlier for earlier, later in zip([0, *kept], kept, strict=False)] == [False, True] * 2 + [False]
+
+
+def test_engines_without_drafts_are_refused(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="speculative: with repetition_penalty"):
+        Trainer(config=tiny_config | {"speculative": {"epochs": 2}, "repetition_penalty": 1.2}).train()
+    with pytest.raises(ConfigError, match=r"speculative\.epochs: .*greater than or equal to 2"):
+        Trainer(config=tiny_config | {"speculative": {"epochs": 1}})
