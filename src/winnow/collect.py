@@ -34,7 +34,7 @@ from .sampler.buffer import Buffer, oldest_version
 from .sampler.codec import Prompts, group_from, group_state, require_possible, visit_from, visit_state
 from .sampler.drafts import Drafts, DraftsState
 from .sampler.scheduling import Pace
-from .types import Fate, Group, Job, Purpose, Visit
+from .types import Fate, Group, Purpose, Visit
 
 
 class Batch(NamedTuple):
@@ -135,6 +135,7 @@ class Collector:
             batch = self._collect(step)._replace(again=again)
         if self.stop is not None and not batch.groups:
             self.num_tokens += sum(self.tally.lengths)
+            self.num_kept_tokens += self.tally.kept_tokens
         return batch
 
     def _again(self, step: int) -> list[Group]:
@@ -181,6 +182,7 @@ class Collector:
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
         self.group_size.observe(metrics)
         self.selector.end_step()
+        self.drafts.end_step()
         self.ledger.step(step, seconds=self.tally.seconds, metrics=metrics, version=step)
         return metrics
 
@@ -255,7 +257,7 @@ class Collector:
             first, oldest = len(probe.rollouts), oldest_version(probe)
             version = version if oldest is None else min(version, oldest)
         self.buffer.launched(visit, size, version)
-        self.sampler.launch(Job(visit, size, first=first, drafts=self.drafts.of(visit, first, size)))
+        self.sampler.launch(self.drafts.job(visit, size, first))
 
     def _with_probe(self, group: Group) -> Group:
         probe = self._probes.pop(group.visit.number, None)
@@ -273,8 +275,7 @@ class Collector:
         if more:
             self._probes[group.visit.number] = group
             self.buffer.continued(group.visit, more)
-            first = len(group.rollouts)
-            self.sampler.launch(Job(group.visit, more, first=first, drafts=self.drafts.of(group.visit, first, more)))
+            self.sampler.launch(self.drafts.job(group.visit, more, len(group.rollouts)))
         return more > 0
 
     def _take(self, step: int, group: Group) -> None:

@@ -283,6 +283,8 @@ class Job:
     """Number of the first sibling; more than 0 where the others have been rolled out before."""
     drafts: tuple[tuple[int, ...], ...] = ()
     """Tokens that each sibling sampled at an earlier visit, for the engine to try; empty: none."""
+    noise: int | None = None
+    """Number of the noise that tokens are drawn with; None: the visit's epoch."""
 
 
 @dataclass(slots=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from winnow.methods.group_kind import GroupJudge
-from winnow.methods.size.allocate import Allocate, AllocatedSize, knapsack_values, signal_values
+from winnow.methods.size.allocate import Allocate, AllocatedSize, knapsack_gains, signal_gains
 from winnow.methods.success import Success
 from winnow.types import Group, Prompt, Rollout, Visit
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(60)]
-SIZES = np.arange(2, 33)
 
 
 def rule(size: int = 8, judge: GroupJudge | None = None, **options: object) -> AllocatedSize:
@@ -32,43 +32,66 @@ def group(ordinal: int, rewards: list[float | None]) -> Group:
     return Group(Visit(ordinal, 0, PROMPTS[ordinal]), rollouts)
 
 
-def test_the_signal_is_that_of_all_groups() -> None:
+def signal_value(a: float, b: float, size: int) -> float:
     """By the rule of succession: the chance of a sequence is a product over its rollouts, one after the other."""
+    signal = 0.0
+    for rewards in itertools.product((0, 1), repeat=size):
+        chance, right, wrong = 1.0, a, b
+        for reward in rewards:
+            chance *= (right if reward else wrong) / (right + wrong)
+            right, wrong = right + reward, wrong + 1 - reward
+        signal += chance * float(np.var(rewards))
+    return signal
+
+
+def test_the_signal_gained_is_that_of_all_groups() -> None:
     for a, b, size in ((0.3, 1.7, 2), (5.0, 2.5, 4), (1.0, 9.0, 6)):
-        signal = 0.0
-        for rewards in itertools.product((0, 1), repeat=size):
-            chance, right, wrong = 1.0, a, b
-            for reward in rewards:
-                chance *= (right if reward else wrong) / (right + wrong)
-                right, wrong = right + reward, wrong + 1 - reward
-            signal += chance * float(np.var(rewards))
-        assert signal_values(a, b, np.array([size])) == pytest.approx([signal], rel=1e-12)
+        gained = signal_value(a, b, size + 1) - signal_value(a, b, size)
+        assert np.exp(signal_gains(a, b, np.array([size]))) == pytest.approx([gained], rel=1e-9)
 
 
-def test_knapsacks_value_is_its_mean_over_the_posterior() -> None:
+def knapsack_value(a: float, b: float, size: int) -> float:
+    """By quadrature over the posterior."""
     nodes, weights = np.polynomial.legendre.leggauss(200)
     p, weights = (nodes + 1) / 2, weights / 2
+    density = p ** (a - 1) * (1 - p) ** (b - 1)
+    density /= (weights * density).sum()
+    return float((weights * density * (1 - p**size - (1 - p) ** size) * p * (1 - p) ** 2).sum())
+
+
+def test_knapsacks_gain_is_its_mean_over_the_posterior() -> None:
     for a, b in ((1.0, 1.0), (2.0, 8.0), (7.5, 1.5)):
-        density = p ** (a - 1) * (1 - p) ** (b - 1)
-        density /= (weights * density).sum()
         for size in (2, 5, 16):
-            value = (1 - p**size - (1 - p) ** size) * p * (1 - p) ** 2
-            expected = float((weights * density * value).sum())
-            assert knapsack_values(a, b, np.array([size])) == pytest.approx([expected], rel=1e-5)
+            gained = knapsack_value(a, b, size + 1) - knapsack_value(a, b, size)
+            assert np.exp(knapsack_gains(a, b, np.array([size]))) == pytest.approx([gained], rel=1e-5)
 
 
 @pytest.mark.parametrize("value", ["signal", "knapsack"])
-def test_a_size_is_the_best_for_its_price(value: str) -> None:
-    values = {"signal": signal_values, "knapsack": knapsack_values}[value]
+def test_a_size_is_the_best_for_its_price(value: Literal["signal", "knapsack"]) -> None:
     rng = np.random.default_rng(0)
-    for _ in range(50):
-        a, b = rng.gamma(1, 3, 2) + 0.05
-        sizing = rule(value=value, smallest=2, largest=32)
+    for _ in range(20):
+        a, b = rng.gamma(2, 2, 2) + 1
+        sizing = rule(value=value, smallest=2, largest=9)
         sizing.posteriors.a_N[0], sizing.posteriors.b_N[0] = a, b
-        sizing.log_price = float(np.log(rng.uniform(1e-5, 1e-2)))
+        sizing.log_price = float(np.log(rng.uniform(1e-4, 1e-2)))
         price = np.exp(sizing.log_price)
         (a,), (b,) = sizing.posteriors.of(np.array([0]))
-        assert sizing.size_of(PROMPTS[0]) == SIZES[np.argmax(values(a, b, SIZES) - price * SIZES)]
+        value_of = {"signal": signal_value, "knapsack": knapsack_value}[value]
+        worth = [value_of(a, b, size) - price * size for size in range(2, 10)]
+        assert sizing.size_of(PROMPTS[0]) == 2 + int(np.argmax(worth))
+
+
+@pytest.mark.parametrize("value", ["signal", "knapsack"])
+@pytest.mark.parametrize("strength", [1e-3, 1e6])
+def test_extreme_posteriors_have_sizes(value: str, strength: float) -> None:
+    sizing = rule(64, value=value, strength=strength)
+    for _ in range(3):
+        for prompt in PROMPTS[:4]:
+            size = sizing.size_of(prompt)
+            assert sizing.smallest <= size <= sizing.largest
+            sizing.learn(group(prompt.ordinal, [float(prompt.ordinal % 2)] * size))
+    assert sizing.log_price is not None
+    assert np.isfinite(sizing.log_price)
 
 
 def test_groups_have_the_wanted_mean_size_and_hard_prompts_more() -> None:

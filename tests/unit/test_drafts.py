@@ -144,8 +144,8 @@ def test_impossible_drafts_are_refused() -> None:
 
 
 def test_a_run_that_would_save_nothing_is_refused() -> None:
-    options = RolloutOptions(SamplingParams(8), 8, 0, epochs_per_noise=2)
-    check_drafts([replace(options, epochs_per_noise=1)], frozenset())
+    options = RolloutOptions(SamplingParams(8), 8, 0, speculative=True)
+    check_drafts([replace(options, speculative=False)], frozenset())
     check_drafts([options], frozenset({"drafts"}))
     with pytest.raises(ConfigError, match="speculative: this engine decodes every token"):
         check_drafts([options], frozenset())
@@ -164,32 +164,93 @@ def group(ordinal: int, epoch: int, tokens: list[list[int]], first_turn: int | N
     return Group(Visit(ordinal, epoch, PROMPTS[ordinal]), rollouts)
 
 
+def drafts_of(drafts: Drafts, visit: Visit, size: int, first: int = 0) -> tuple[tuple[int, ...], ...]:
+    return drafts.job(visit, size, first).drafts
+
+
 def test_drafts_are_the_first_turns_of_the_last_rollouts_with_the_same_noise() -> None:
     drafts = Drafts(epochs=3)
-    assert drafts.of(Visit(0, 0, PROMPTS[2]), 0, 2) == ()
+    assert drafts_of(drafts, Visit(0, 0, PROMPTS[2]), 2) == ()
     drafts.observe(group(2, 0, [[5, 6], [7]]))
     drafts.observe(group(2, 1, [[8, 9, 10]], first_turn=2))
-    assert drafts.of(Visit(9, 2, PROMPTS[2]), 0, 3) == ((8, 9), (7,), ())
-    assert drafts.of(Visit(9, 2, PROMPTS[2]), 1, 1) == ((7,),)
-    assert drafts.of(Visit(9, 3, PROMPTS[2]), 0, 3) == (), "the noise is another one"
-    assert drafts.of(Visit(9, 2, PROMPTS[3]), 0, 3) == ()
+    drafts.end_step()
+    assert drafts_of(drafts, Visit(9, 2, PROMPTS[2]), 3) == ((8, 9), (7,), ())
+    assert drafts_of(drafts, Visit(9, 2, PROMPTS[2]), 1, first=1) == ((7,),)
+    assert drafts_of(drafts, Visit(9, 3, PROMPTS[2]), 3) == (), "the noise is another one"
+    assert drafts_of(drafts, Visit(9, 2, PROMPTS[3]), 3) == ()
     off = Drafts()
     off.observe(group(2, 0, [[5, 6]]))
     assert off.state_dict() == Drafts().state_dict()
+    assert off.job(Visit(9, 7, PROMPTS[2]), 3, 0) == Job(Visit(9, 7, PROMPTS[2]), 3)
+
+
+def test_a_second_visit_in_a_step_has_noise_of_its_own() -> None:
+    """The policy is the same: with the same noise it would sample the same."""
+    drafts = Drafts(epochs=8)
+    noises = [drafts.job(Visit(i, epoch, PROMPTS[2]), 2, 0).noise for i, epoch in enumerate((0, 7, 8))]
+    drafts.observe(group(2, 0, [[5, 6]]))
+    again = drafts.job(Visit(9, 1, PROMPTS[2]), 2, 0)
+    assert again.drafts == ()
+    assert noises[0] == noises[1]
+    assert len({*noises, again.noise}) == 3
+    drafts.end_step()
+    assert drafts.job(Visit(9, 1, PROMPTS[2]), 2, 0).noise == noises[0]
+
+
+def test_the_oldest_drafts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("winnow.sampler.drafts.MOST_TOKENS", 12)
+    drafts = Drafts(epochs=8)
+    for ordinal in (0, 1, 0, 2):
+        drafts.observe(group(ordinal, 0, [[1, 2, 3], [4, 5]]))
+    drafts.end_step()
+    assert [bool(drafts_of(drafts, Visit(9, 1, PROMPTS[i]), 2)) for i in range(3)] == [True, False, True]
 
 
 def test_drafts_survive_a_checkpoint_and_a_message() -> None:
     drafts = Drafts(epochs=2)
     for ordinal in range(5):
         drafts.observe(group(ordinal, ordinal % 2, [[ordinal] * (1 + k) for k in range(ordinal)]))
+    drafts.end_step()
     again = Drafts(epochs=2)
     again.load(DraftsState.of(json.loads(json.dumps(drafts.state_dict()))))
     assert again.state_dict() == drafts.state_dict()
     for ordinal in range(6):
-        visit = Visit(0, 1, PROMPTS[ordinal])
-        assert again.of(visit, 0, 9) == drafts.of(visit, 0, 9)
-        job = Job(visit, 9, drafts=drafts.of(visit, 0, 9))
+        job = drafts.job(Visit(0, 1, PROMPTS[ordinal]), 9, 0)
+        assert again.job(Visit(0, 1, PROMPTS[ordinal]), 9, 0) == job
         assert job_from(json.loads(json.dumps(job_state(job))), {"train": PROMPTS}) == job
     broken = drafts.state_dict() | {"tokens": Drafts().state_dict()["tokens"]}
     with pytest.raises(ValueError, match="drafts: lengths add up to"):
         again.load(DraftsState.of(broken))
+
+
+def test_a_stop_string_that_is_not_completed_ends_no_draft() -> None:
+    model = make_model("qwen2")
+    asked = requests(stop=("w1 w9 w9 w9", "w3 w4 w5 w6"))
+    plain = finished(make_engine(model), asked)
+    assert {f.stop_reason for f in plain.values()} == {"length"}
+    found = finished(make_engine(model), [replace(r, draft=tuple(plain[r.id].token_ids.tolist())) for r in asked])
+    require_equal(plain, found)
+    assert {f.kept for f in found.values()} == {19}
+
+
+def test_mixed_reports_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of drafts are computed some at a time; only some of the requests want more than tokens."""
+    monkeypatch.setattr("winnow.engine.local.engine.DRAFT_LOGITS", 7 * VOCAB)
+    model = make_model("llama-tied")
+    asked = [replace(r, confidence=i % 3 == 0, raw_logp=i % 2 == 0) for i, r in enumerate(requests(temperature=0.7))]
+    plain = finished(make_engine(model), asked)
+    require_equal(
+        plain, finished(make_engine(model), [replace(r, draft=tuple(plain[r.id].token_ids.tolist())) for r in asked])
+    )
+
+
+def test_siblings_share_the_prefill_of_their_prompt() -> None:
+    engine, prompt = make_engine(make_model("qwen2")), tuple(range(1, 50))
+    asked = [Request(k, prompt, SamplingParams(9), noise_key(k)) for k in range(6)]
+    plain = finished(engine, asked)
+    backend: Any = engine._backend
+    prefill, computed = backend.prefill, []
+    backend.prefill = lambda prompts: computed.extend(map(len, prompts)) or prefill(prompts)
+    found = finished(engine, [replace(r, draft=tuple(plain[r.id].token_ids.tolist())) for r in asked])
+    require_equal(plain, found)
+    assert computed == [49]

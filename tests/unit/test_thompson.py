@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
+from winnow.methods.group_kind import GroupJudge
+from winnow.methods.select.bayes import Bayes
 from winnow.methods.select.thompson import Thompson, ThompsonSelector
+from winnow.methods.success import Success
 from winnow.types import Group, Prompt, Rollout, Visit
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(403)]
@@ -33,6 +38,33 @@ def test_every_set_of_candidates_gives_one_however_many_are_asked_for(candidates
         keeps = [visit.verdict.keep for visit in whole if visit.epoch == epoch]
         sets = [keeps[first : first + candidates] for first in range(0, len(PROMPTS), candidates)]
         assert [sum(each) for each in sets] == [1] * len(sets)
+
+
+@pytest.mark.parametrize("asked", [1, 2, 8])
+def test_a_set_gives_one_however_much_is_learned_between_calls(asked: int) -> None:
+    chosen, rng = selector(), np.random.default_rng(0)
+    visits = []
+    for step in range(300 // asked):
+        if step % 7 == 3:
+            saved = json.loads(json.dumps(chosen.state_dict()))
+            chosen = selector()
+            chosen.load_state_dict(saved)
+        visits += chosen.select(asked)
+        for visit in visits[-asked:]:
+            chosen.observe(group(visit.prompt.ordinal, rng.integers(0, 2, 8).astype(float).tolist()))
+        for prompt in rng.integers(0, len(PROMPTS), 9):
+            chosen.observe(group(int(prompt), [1.0] * 8))
+    for epoch in range(visits[-1].epoch):
+        keeps = [visit.verdict.keep for visit in visits if visit.epoch == epoch]
+        sets = [keeps[first : first + 4] for first in range(0, len(PROMPTS), 4)]
+        assert {sum(each) for each in sets} == {1}
+
+
+def test_right_answers_have_to_be_known() -> None:
+    judge = GroupJudge(Success(declared=False, undecided="2 reward functions: a, b"))
+    for options in (Thompson(), Bayes()):
+        with pytest.raises(ValueError, match="pass rates count right answers, but success is undecided"):
+            options.build(PROMPTS, 0, judge)
 
 
 def test_prompts_near_the_target_are_taken() -> None:

@@ -143,13 +143,15 @@ class Sequences:
     def keep(self, row: int, draft: tuple[int, ...], drawn: Drawn) -> int:
         """Store the tokens of a new row's draft that `drawn`, one for each, has too; return how many.
 
-        Neither the last one is kept, nor one that may end the sequence or is to be reported: the next step draws it.
+        Neither the last one is kept, nor one that ends the sequence or is to be reported: the next step draws it.
         """
         stop_set, alarm = int(self.table.ints[col.STOP_SET, row]), int(self.table.ints[col.ALARM, row])
         most = min(len(draft), alarm) - 1
         tokens = np.array(draft[:most], dtype=np.int64)
-        ends = (drawn.tokens_N[:most] != tokens) | self._stops.alert[stop_set, tokens]
-        kept = int(ends.argmax()) if ends.any() else most
+        others = drawn.tokens_N[:most] != tokens
+        kept = int(others.argmax()) if others.any() else most
+        alerts = np.flatnonzero(self._stops.alert[stop_set, tokens[:kept]]).tolist()
+        kept = next((i for i in alerts if self._end(stop_set, tokens[: i + 1])), kept)
         self.table.keep(row, drawn.part(0, kept), len(self._versions) - 1)
         return kept
 
@@ -193,12 +195,16 @@ class Sequences:
 
     def _stop_reason(self, row: int) -> str:
         tokens, _ = self.table.sampled(row)
-        stop_set = int(self.table.ints[col.STOP_SET, row])
+        if end := self._end(int(self.table.ints[col.STOP_SET, row]), tokens):
+            return end
+        return "length" if len(tokens) == self.table.requests[row].params.max_tokens else ""
+
+    def _end(self, stop_set: int, tokens: np.ndarray) -> str:
+        """Return why a sequence ends with the last of these tokens; empty: it does not."""
         if int(tokens[-1]) in self._stops.eos_ids:
             return "eos"
-        if self._stops.alert[stop_set, tokens[-1]] and self._stops.completed(stop_set, tokens):
-            return "stop"
-        return "length" if len(tokens) == self.table.requests[row].params.max_tokens else ""
+        completed = self._stops.alert[stop_set, tokens[-1]] and self._stops.completed(stop_set, tokens)
+        return "stop" if completed else ""
 
     def _finished(self, row: int, reason: str, hidden: np.ndarray | None) -> Finished:
         weights = self.table.weights[row, : self.table.ints[col.COUNT, row]]

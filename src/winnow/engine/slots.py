@@ -33,9 +33,12 @@ class Drawn(NamedTuple):
 
     @classmethod
     def joined(cls, parts: list[Drawn]) -> Drawn:
-        """Return the rows of all parts."""
-        columns = zip(*parts, strict=True)
-        return cls(*(None if column[0] is None else np.concatenate(column) for column in columns))  # type: ignore
+        """Return the rows of all parts; where some lack a column, as nobody asked for it, zeros."""
+        columns = []
+        for column in zip(*parts, strict=True):
+            pieces = [np.zeros(len(parts[i][0])) if piece is None else piece for i, piece in enumerate(column)]
+            columns.append(None if all(piece is None for piece in column) else np.concatenate(pieces))
+        return cls(*columns)  # type: ignore[arg-type]
 
 
 class SlotTable:

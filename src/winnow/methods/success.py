@@ -44,6 +44,11 @@ class Success:
         if highest > self.at_least + TOLERANCE:
             self.undecided = f"a reward of {highest:g}, above {self.at_least:g}"
 
+    def require(self, what: str) -> None:
+        """Raise ValueError when right answers are unknown; the message begins with `what`."""
+        if self.undecided:
+            raise ValueError(f"{what}, but success is {self}")
+
     def __str__(self) -> str:
         if self.undecided:
             return f"undecided ({self.undecided}); {REMEDY}"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..base.redact import redact
+from ..engine.base import Finished
 from ..env.base import Env, OverlappingEnv, StepResult
 from ..env.rewards.scores import MAX_REWARD
 from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
@@ -58,6 +59,14 @@ class Sibling:
     def append(self, ids: np.ndarray, sampled: bool, logp: np.ndarray, versions: np.ndarray) -> None:
         self.pieces.append((ids, sampled, logp, versions))
         self.length += len(ids)
+
+    def sampled(self, turn: Finished) -> None:
+        """Add what the engine sampled in a turn."""
+        self.append(turn.token_ids, True, turn.logp, turn.versions)
+        if turn.raw_logp is not None:
+            self.raw_logps.append(turn.raw_logp)
+        self.rollout.seconds += turn.seconds
+        self.rollout.kept += turn.kept
 
     def withdraw(self, length: int) -> None:
         """Take back what was added since the rollout had this length: an observation, or a segment without tokens."""

@@ -34,13 +34,13 @@ class RolloutOptions:
     """Between turns, keep what was sampled (`exact`) or let the chat template render all turns again (`template`)."""
     max_segments: int | None = None
     """Most segments of a rollout; None: no limit."""
-    epochs_per_noise: int = 1
-    """Epochs in a row in which a prompt's rollouts are drawn with the same noise."""
+    speculative: bool = False
+    """Whether jobs have drafts."""
 
 
 def check_drafts(options: Iterable[RolloutOptions], provides: frozenset[str]) -> None:
     """Raise ConfigError where drafts (`speculative`) would save nothing. `provides`: the engine's capabilities."""
-    drafted = [o for o in options if o.epochs_per_noise > 1]
+    drafted = [o for o in options if o.speculative]
     if drafted and "drafts" not in provides:
         raise ConfigError(
             "speculative: this engine decodes every token; use engine: local with a model of the Llama, Mistral, Qwen2 "

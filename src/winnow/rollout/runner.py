@@ -121,8 +121,8 @@ class RolloutRunner:
     def _submit(self, flight: Flight, sibling: Sibling) -> None:
         visit, rollout, o = flight.visit, sibling.rollout, self.options[flight.job.purpose]
         stream = STREAMS[flight.job.purpose]
-        epoch = visit.epoch // o.epochs_per_noise
-        key = noise_key(o.seed, stream, visit.prompt.ordinal, epoch, rollout.sibling, len(rollout.turns))
+        noise = visit.epoch if flight.job.noise is None else flight.job.noise
+        key = noise_key(o.seed, stream, visit.prompt.ordinal, noise, rollout.sibling, len(rollout.turns))
         context = sibling.context()
         left = o.params.max_tokens - sibling.length
         if o.context_length is not None:
@@ -201,15 +201,11 @@ class RolloutRunner:
                 stop = self._stop(flight)
                 turn.action = cut_at_stop(text, stop)
                 turn.stop_string = stop_string_of(turn.action, stop)
-            sibling.append(f.token_ids, True, f.logp, f.versions)
+            sibling.sampled(f)
             sibling.rollout.turns.append(turn)
-            sibling.rollout.seconds += f.seconds
-            sibling.rollout.kept += f.kept
             sibling.rollout.last_hidden = f.hidden
             if f.confidence is not None:
                 sibling.confidences.append(f.confidence)
-            if f.raw_logp is not None:
-                sibling.raw_logps.append(f.raw_logp)
             if sibling.env is None:
                 turn.taken = True
                 sibling.finish(f.stop_reason)
@@ -348,10 +344,7 @@ class RolloutRunner:
         texts = decode(self.tokenizer, [partial.token_ids for partial in partials]) if partials else []
         for partial, text in zip(partials, texts, strict=True):
             sibling = by_id[partial.id]  # type: ignore[index]
-            sibling.append(partial.token_ids, True, partial.logp, partial.versions)
-            if partial.raw_logp is not None:
-                sibling.raw_logps.append(partial.raw_logp)
-            sibling.rollout.seconds += partial.seconds
+            sibling.sampled(partial)
             start = sibling.length - len(partial.token_ids)
             sibling.rollout.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
 

@@ -99,7 +99,7 @@ def rollout_options(
         return RolloutOptions(params, c.max_prompt_length, c.seed, **more)
 
     return {
-        "train": options(train, greedy_baseline=greedy_baseline, epochs_per_noise=c.epochs_per_noise),
+        "train": options(train, greedy_baseline=greedy_baseline, speculative=c.speculative is not None),
         "eval": options(evaluation, report=report),
         "greedy": options(greedy),
         "profile": options(train),

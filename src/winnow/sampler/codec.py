@@ -49,7 +49,7 @@ def prompts_of(task: Task) -> dict[Purpose, Prompts]:
 def job_state(job: Job) -> dict[str, Any]:
     """Encode a job as plain JSON values; its prompt by ordinal."""
     drafts = pack_all([np.array(draft, np.int32) for draft in job.drafts]) if job.drafts else None
-    plain = {"size": job.size, "purpose": job.purpose, "first": job.first, "drafts": drafts}
+    plain = {"size": job.size, "purpose": job.purpose, "first": job.first, "drafts": drafts, "noise": job.noise}
     return {"visit": visit_state(job.visit)} | plain
 
 
@@ -58,7 +58,7 @@ def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Jo
     visit = visit_from(state["visit"], prompts[state["purpose"]])
     drafts = unpack_all(state["drafts"]) if state["drafts"] else []
     read = tuple(tuple(draft.tolist()) for draft in drafts if draft is not None)
-    return Job(visit, state["size"], state["purpose"], state["first"], read)
+    return Job(visit, state["size"], state["purpose"], state["first"], read, state["noise"])
 
 
 def visit_state(visit: Visit) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Drafts: the last rollouts of each prompt, as which its next ones may begin.
+"""Drafts: the last rollouts of each prompt, candidate beginnings of its next ones.
 
 For some epochs a prompt's rollouts are drawn with the same noise. While the policy changes little, it then draws the
 same tokens again. An engine reads a draft in one forward pass, keeps the tokens up to the first that it would draw
@@ -16,7 +16,13 @@ from pydantic import Field
 
 from ..base.array_json import Packed
 from ..base.state import State
-from ..types import Group, Visit
+from ..types import Group, Job, Visit
+
+MOST_TOKENS = 1 << 26
+"""Tokens remembered: 256 MiB in memory."""
+FRESH = 1 << 32
+"""Noise of repeated visits, apart from that of all epochs."""
+_NONE = np.empty(0, np.int32)
 
 
 class DraftsState(State):
@@ -30,34 +36,52 @@ class DraftsState(State):
 
 
 class Drafts:
-    """The tokens of each prompt's last rollouts. Four bytes a token.
+    """Tokens of each prompt's last rollouts. Four bytes a token, and some 50 a rollout.
 
-    `epochs`: epochs in a row with the same noise, of which a draft may come; 1: nothing is remembered.
+    `epochs`: number of epochs in a row with the same noise; 1: every epoch has its own, and nothing is remembered.
     """
 
     def __init__(self, epochs: int = 1) -> None:
         self.epochs = epochs
         self._last: dict[int, dict[int, tuple[int, np.ndarray]]] = {}
-        """Prompt -> sibling -> epoch and tokens."""
+        """Prompt -> sibling -> epoch and tokens; the prompt visited last comes last."""
+        self._tokens = 0
+        self._visited: set[int] = set()
+        """Prompts visited in this step. With the same noise the same policy would sample the same again."""
 
-    def of(self, visit: Visit, first: int, size: int) -> tuple[tuple[int, ...], ...]:
-        """Return the draft of each sibling; none where the noise is another one."""
+    def job(self, visit: Visit, size: int, first: int) -> Job:
+        """Return a job with noise and drafts of its siblings."""
+        if self.epochs == 1:
+            return Job(visit, size, first=first)
+        if visit.prompt.ordinal in self._visited:
+            return Job(visit, size, first=first, noise=FRESH + visit.epoch)
+        noise = visit.epoch // self.epochs
         last = self._last.get(visit.prompt.ordinal, {})
-        same = {
-            sibling: tuple(tokens.tolist())
-            for sibling, (epoch, tokens) in last.items()
-            if epoch // self.epochs == visit.epoch // self.epochs
-        }
-        return tuple(same.get(sibling, ()) for sibling in range(first, first + size)) if same else ()
+        drafts = []
+        for sibling in range(first, first + size):
+            epoch, tokens = last.get(sibling, (visit.epoch, _NONE))
+            drafts.append(tuple(tokens.tolist()) if epoch // self.epochs == noise else ())
+        return Job(visit, size, first=first, drafts=tuple(drafts) if any(drafts) else (), noise=noise)
 
     def observe(self, group: Group) -> None:
-        """Remember the first turns of a finished group's rollouts."""
+        """Remember the first turns of a finished group's rollouts; beyond `MOST_TOKENS` the oldest are forgotten."""
         if self.epochs == 1:
             return
-        last = self._last.setdefault(group.prompt.ordinal, {})
+        ordinal = group.prompt.ordinal
+        last = self._last.pop(ordinal, {})
         for rollout in group.siblings:
             stop = rollout.turns[0].stop if rollout.turns else 0
+            self._tokens += stop - len(last.get(rollout.sibling, (0, _NONE))[1])
             last[rollout.sibling] = group.visit.epoch, rollout.token_ids[:stop].astype(np.int32)
+        self._last[ordinal] = last
+        self._visited.add(ordinal)
+        while self._tokens > MOST_TOKENS:
+            oldest = self._last.pop(next(iter(self._last)))
+            self._tokens -= sum(len(tokens) for _, tokens in oldest.values())
+
+    def end_step(self) -> None:
+        """End an optimizer step."""
+        self._visited.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint state as JSON values."""
@@ -73,7 +97,7 @@ class Drafts:
         """Load a state. Raises ValueError if its lengths do not match its tokens."""
         if saved.length_D.sum() != len(saved.tokens):
             raise ValueError(f"drafts: lengths add up to {saved.length_D.sum()}, not to {len(saved.tokens)} tokens")
-        self._last = {}
+        self._last, self._tokens = {}, len(saved.tokens)
         pieces = np.split(saved.tokens, np.cumsum(saved.length_D)[:-1]) if len(saved.length_D) else []
         columns = (c.tolist() for c in (saved.ordinal_D, saved.sibling_D, saved.epoch_D))
         for ordinal, sibling, epoch, tokens in zip(*columns, pieces, strict=True):

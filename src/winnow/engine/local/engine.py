@@ -239,15 +239,17 @@ class LocalEngine(SequenceEngine):
             return []
         requests = list(itertools.islice(waiting.values(), free))
         kept = {r.id: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
-        drafted = [r for r in requests if r.id not in kept and self._reads_draft(r)]
-        others = {r.id for r in drafted} | kept.keys()
-        self._prefill(dict.fromkeys(r.prompt_ids for r in requests if r.id not in others))
+        self._prefill(dict.fromkeys(r.prompt_ids for r in requests if r.id not in kept))
+        drafted: list[tuple[Request, _Prompt]] = []
         batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
         for request in requests:
             prompt = self._leave_queue(request)
-            if request.id in others:
+            if request.id in kept:
                 continue
             assert prompt.prefilled is not None
+            if self._reads_draft(request):
+                drafted.append((request, prompt))
+                continue
             _, index, members = batches.setdefault(id(prompt.prefilled), (prompt.prefilled, [], []))
             index.append(prompt.index)
             members.append(request)
@@ -264,27 +266,33 @@ class LocalEngine(SequenceEngine):
         return outputs
 
     def _reads_draft(self, request: Request) -> bool:
-        """Whether to try a draft; a penalty makes a token depend on those before it."""
-        return bool(request.draft) and "drafts" in self.provides and request.params.repetition_penalty == 1
+        """Whether to read a draft. One token is drawn anyway, and a penalty makes tokens depend on those before."""
+        return len(request.draft) > 1 and "drafts" in self.provides and request.params.repetition_penalty == 1
 
-    def _read(self, requests: list[Request]) -> list[Output]:
-        """Start requests with a draft: prompt and draft go through the model in one pass, up to the last token."""
+    def _read(self, drafted: list[tuple[Request, _Prompt]]) -> list[Output]:
+        """Start requests with a draft, which goes through the model in one pass, but for its last token."""
         outputs, backend = [], self._backend
-        for group in self._together(requests, lambda r: (*r.prompt_ids, *r.draft[:-1])):
+        for group in self._together(drafted, lambda d: d[0].draft[:-1]):
             assert isinstance(backend, LlamaBackend)
-            lengths = [len(r.draft) for r in group]
-            read = backend.read([(*r.prompt_ids, *r.draft[:-1]) for r in group], lengths)
-            rows = self.sequences.start(group)
-            drawn = self._draw_drafts(backend, rows, lengths, read.hidden_NH)
+            requests, lengths = [r for r, _ in group], [len(r.draft) for r, _ in group]
+            read = backend.read([r.draft[:-1] for r in requests], [_past(r, prompt) for r, prompt in group])
+            hidden: list[torch.Tensor] = []
+            for (_, prompt), tail in zip(group, read.hidden_NH.split([n - 1 for n in lengths]), strict=True):
+                assert prompt.prefilled is not None
+                hidden += [prompt.prefilled.last.hidden_NH[prompt.index : prompt.index + 1], tail]
+            hidden_NH = torch.cat(hidden)
+            rows = self.sequences.start(requests)
+            drawn = self._draw_drafts(backend, rows, lengths, hidden_NH)
             starts = np.cumsum([0, *lengths[:-1]])
             kept = [
                 self.sequences.keep(row, request.draft, drawn.part(start, start + len(request.draft)))
-                for row, request, start in zip(range(rows.start, rows.stop), group, starts.tolist(), strict=True)
+                for row, request, start in zip(range(rows.start, rows.stop), requests, starts.tolist(), strict=True)
             ]
-            self._cache.reserve(rows.stop, max(len(r.prompt_ids) + r.params.max_tokens for r in group))
-            filled = [len(r.prompt_ids) + n for r, n in zip(group, kept, strict=True)]
+            longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
+            self._cache.reserve(rows.stop, max(longest, read.keys[0].shape[2]))
+            filled = [len(r.prompt_ids) + n for r, n in zip(requests, kept, strict=True)]
             self._cache.insert(rows, self._to_device(np.arange(len(group))), read.keys, read.values, filled)
-            next_MH = read.hidden_NH[self._to_device(starts + kept)]
+            next_MH = hidden_NH[self._to_device(starts + kept)]
             outputs.append(Output(next_MH, backend.logits(next_MH)))
         return outputs
 
@@ -350,6 +358,14 @@ class LocalEngine(SequenceEngine):
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return self.sequences.to_device(array)
+
+
+def _past(request: Request, prompt: _Prompt) -> Kept:
+    """Return keys and values of a request's prompt."""
+    assert prompt.prefilled is not None
+    n, index = len(request.prompt_ids), prompt.index
+    keys, values = ([t[index, :, :n] for t in tensors] for tensors in (prompt.prefilled.keys, prompt.prefilled.values))
+    return Kept(request.prompt_ids, keys, values)
 
 
 def _concatenate(outputs: list[Output]) -> Output:

@@ -176,23 +176,6 @@ class LlamaBackend:
         return Output(hidden, self._head(hidden))
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
-        x, keys, values = self._run(prompts)
-        return Prefilled(keys, values, [len(p) for p in prompts], self._last(x, prompts))
-
-    def read(self, sequences: list[tuple[int, ...]], last: list[int]) -> Read:
-        """Run whole sequences; `last`: how many of the last tokens of each have an output."""
-        x, keys, values = self._run(sequences)
-        longest = max(map(len, sequences))
-        ends = [i * longest + len(s) for i, s in enumerate(sequences)]
-        rows = [row for end, n in zip(ends, last, strict=True) for row in range(end - n, end)]
-        return Read(keys, values, self._normed(x[torch.tensor(rows, device=self.device)], self._norm))
-
-    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Return logits of inputs of the lm_head."""
-        return self._head(hidden_NH)
-
-    def _run(self, prompts: list[tuple[int, ...]]) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Return hidden states [B * P, H], and keys and values of each layer."""
         B, P = len(prompts), max(map(len, prompts))
         x = self._embedding[self._padded(prompts).view(-1)]
         rotation = self._rotation[:P].repeat(B, 1, 1)
@@ -203,13 +186,32 @@ class LlamaBackend:
             values.append(v.contiguous())
             layer.out.add_to(x, self._attend_all(q, k, v, None))
             self._feed_forward(layer, x)
-        return x, keys, values
+        return Prefilled(keys, values, [len(p) for p in prompts], self._last(x, prompts))
+
+    def read(self, tails: list[tuple[int, ...]], past: list[Kept]) -> Read:
+        """As `extend`, with an output for every token of the tails."""
+        x, keys, values = self._extended(tails, past)
+        longest = max(map(len, tails))
+        rows = [i * longest + j for i, tail in enumerate(tails) for j in range(len(tail))]
+        return Read(keys, values, self._normed(x[torch.tensor(rows, device=self.device)], self._norm))
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Return logits of inputs of the lm_head."""
+        return self._head(hidden_NH)
 
     def extend(self, tails: list[tuple[int, ...]], past: list[Kept]) -> Prefilled:
         """Go on with sequences whose beginnings are kept; `tails` holds what is new of each, at least one token.
 
         The tails have equal lengths unless `mixed_lengths`.
         """
+        x, keys, values = self._extended(tails, past)
+        lengths = [len(kept.tokens) + len(tail) for kept, tail in zip(past, tails, strict=True)]
+        return Prefilled(keys, values, lengths, self._last(x, tails))
+
+    def _extended(
+        self, tails: list[tuple[int, ...]], past: list[Kept]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Return hidden states of the padded tails, [B * S, H], and keys and values of each layer."""
         B, S = len(tails), max(map(len, tails))
         starts = torch.tensor([len(kept.tokens) for kept in past], device=self.device)
         positions_BS = starts[:, None] + torch.arange(S, device=self.device)
@@ -224,8 +226,7 @@ class LlamaBackend:
             all_values[rows, :, positions_BS] = v
             layer.out.add_to(x, self._attend_all(q.transpose(1, 2), all_keys, all_values, mask))
             self._feed_forward(layer, x)
-        lengths = [len(kept.tokens) + len(tail) for kept, tail in zip(past, tails, strict=True)]
-        return Prefilled(keys, values, lengths, self._last(x, tails))
+        return x, keys, values
 
     def _padded(self, sequences: list[tuple[int, ...]]) -> torch.Tensor:
         longest = max(map(len, sequences))

@@ -42,6 +42,8 @@ class Bayes:
         return [Chart("Mixed groups among those rolled out", lines, share=True)]
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> BayesSelector:
+        """Build the selector. Raises ValueError when right answers are unknown."""
+        judge.success.require("bayes: pass rates count right answers")
         return BayesSelector(prompts, seed, self, judge)
 
 
@@ -65,7 +67,7 @@ class BayesSelector(StreamSelector):
         """Posterior before each group of this step, the size to predict for, and whether it was mixed."""
 
     def keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
-        """Return the probability to roll out each prompt, float64 [N]: 1 for who is as promising as one never seen."""
+        """Return the probability to roll out each prompt, float64 [N]; 1 for one as promising as a new prompt."""
         prior_a, prior_b = self.posteriors.prior()
         unseen = mixed_probability(np.array([prior_a]), np.array([prior_b]), self.size)
         keep_N = mixed_probability(*self.posteriors.of(ordinals_N), self.size) / unseen

@@ -51,8 +51,8 @@ class PassRate:
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> PassRateSelector:
         """Build the selector. Raises ValueError when the profile cannot be read, is for other prompts, or leaves no
         prompt in the band, and when a refresh is set but right answers are unknown."""
-        if self.refresh_steps is not None and judge.success.undecided:
-            raise ValueError(f"refresh_steps: counts right answers, but success is {judge.success}")
+        if self.refresh_steps is not None:
+            judge.success.require("refresh_steps: counts right answers")
         selector = PassRateSelector(prompts, seed, self)
         if self.profile is not None:
             rates = read_profile(self.profile)

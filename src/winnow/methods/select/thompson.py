@@ -32,12 +32,15 @@ class Thompson:
     """What a posterior keeps of earlier visits when its prompt is visited again; the rest falls back to the prior."""
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> ThompsonSelector:
+        """Build the selector. Raises ValueError when right answers are unknown."""
+        judge.success.require("thompson: pass rates count right answers")
         return ThompsonSelector(prompts, seed, self, judge)
 
 
 class ThompsonState(StreamState):
     right_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="right")
     wrong_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="wrong")
+    kept_at: Annotated[int, Field(ge=-1)]
 
 
 class ThompsonSelector(StreamSelector):
@@ -51,24 +54,37 @@ class ThompsonSelector(StreamSelector):
         self.right_N = np.zeros(len(prompts), np.float32)
         self.wrong_N = np.zeros(len(prompts), np.float32)
         """Rollouts of each prompt; the prior, Beta(1, 1), is not counted."""
+        self.kept_at = -1
+        """Number of the last visit that was kept: the rest of its set is skipped."""
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         """Decide by whole sets of candidates, which begin at multiples of `candidates` in the epoch's order."""
         n = self.options.candidates
-        start = self.visits % len(self.prompts)
+        begun = self.visits - self.visits % len(self.prompts)
+        start = self.visits - begun
         keeps_N = np.zeros(len(ordinals_N), dtype=bool)
         for first in range(start - start % n, start + len(ordinals_N), n):
-            candidates = self._order[first : first + n]
+            if self.kept_at >= begun + first:
+                continue
             noise = np.random.default_rng((self.seed, SELECT_STREAM, epoch, first))
+            candidates = self._order[first : first + n]
             rates = noise.beta(1 + self.right_N[candidates], 1 + self.wrong_N[candidates])
-            chosen = first + int(np.abs(rates - self.options.target).argmin()) - start
-            if 0 <= chosen < len(ordinals_N):
+            passed = max(0, start - first)  # by a call before, when another candidate was nearer
+            chosen = first + passed + int(np.abs(rates[passed:] - self.options.target).argmin()) - start
+            if chosen < len(ordinals_N):
                 keeps_N[chosen] = True
         return keeps_N
 
+    def verdicts(self, ordinals_N: np.ndarray, keeps_N: np.ndarray) -> list[Verdict]:
+        if keeps_N.any():
+            self.kept_at = self.visits + int(np.flatnonzero(keeps_N)[-1])
+        return super().verdicts(ordinals_N, keeps_N)
+
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         return (
-            KEEP if keep else Verdict(False, f"thompson: a neighbour's rate was drawn nearer to {self.options.target}")
+            KEEP
+            if keep
+            else Verdict(False, f"thompson: the rate of another candidate was nearer to {self.options.target}")
         )
 
     def observe(self, group: Group) -> None:

@@ -27,30 +27,34 @@ GAIN = 0.05
 """Relative change of the price after a group of twice the wanted mean size."""
 
 
-def signal_values(a: float, b: float, sizes_S: np.ndarray) -> np.ndarray:
-    """Return the expected mean squared deviation of a group's rewards, E[p (1 - p)] (n - 1) / n, float64 [S]."""
-    total = a + b
-    values_S: np.ndarray = a * b / (total * (total + 1)) * (sizes_S - 1) / sizes_S
-    return values_S
+def signal_gains(a: float, b: float, sizes_S: np.ndarray) -> np.ndarray:
+    """Return log of what one more rollout adds to E[p (1 - p)] (n - 1) / n, at a rate from Beta(a, b), float64 [S].
+
+    The value is the expected mean squared deviation of a group's rewards.
+    """
+    gains_S: np.ndarray = _log_moment(a, b, 1, 1) - np.log(sizes_S) - np.log(sizes_S + 1)
+    return gains_S
 
 
-def knapsack_values(a: float, b: float, sizes_S: np.ndarray) -> np.ndarray:
-    """Return E[P(mixed; n) p (1 - p)^2] at a rate from Beta(a, b), float64 [S] (Knapsack RL, section 3)."""
+def knapsack_gains(a: float, b: float, sizes_S: np.ndarray) -> np.ndarray:
+    """Return log of what one more rollout adds to E[P(mixed; n) p (1 - p)^2], float64 [S] (Knapsack RL, section 3).
 
-    def moment(right: np.ndarray, wrong: np.ndarray) -> np.ndarray:
-        """Return E[p^right (1 - p)^wrong]."""
-        logs = [_log_beta(a + i, b + j) - _log_beta(a, b) for i, j in zip(right, wrong, strict=True)]
-        return np.exp(np.array(logs))
+    That is E[p^(n+1) (1 - p)^3] + E[p^2 (1 - p)^(n+2)].
+    """
+    gains = [np.logaddexp(_log_moment(a, b, n + 1, 3), _log_moment(a, b, 2, n + 2)) for n in sizes_S.tolist()]
+    return np.array(gains)
 
-    one = np.ones_like(sizes_S)
-    return moment(one, 2 * one) - moment(sizes_S + 1, 2 * one) - moment(one, sizes_S + 2)
+
+def _log_moment(a: float, b: float, right: int, wrong: int) -> float:
+    """Return log E[p^right (1 - p)^wrong]."""
+    return _log_beta(a + right, b + wrong) - _log_beta(a, b)
 
 
 def _log_beta(a: float, b: float) -> float:
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
-VALUES = {"signal": signal_values, "knapsack": knapsack_values}
+GAINS = {"signal": signal_gains, "knapsack": knapsack_gains}
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -66,7 +70,7 @@ class Allocate:
     """None: four times `num_generations`."""
     forget: Annotated[float, Field(gt=0, le=1)] = 0.99
     """What a prompt's rollouts are worth a step later."""
-    strength: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.5
+    strength: Annotated[float, Field(ge=1e-3, le=1e6)] = 1.5
     """Rollouts that the prior is worth."""
 
     wants_signal: ClassVar[bool] = True
@@ -84,7 +88,7 @@ class Allocate:
 
 
 class AllocateState(State, extra="ignore"):  # the rest is the posteriors'
-    log_price: Annotated[float, Field(ge=-700, le=700)] | None
+    log_price: float | None
 
 
 class AllocatedSize(GroupSize):
@@ -100,8 +104,7 @@ class AllocatedSize(GroupSize):
         """Logarithm of the value that a rollout must add; None: so that a prompt never seen gets the mean size."""
 
     def begin(self, prompts: Sequence[Prompt], judge: GroupJudge) -> None:
-        if judge.success.undecided:
-            raise ValueError(f"allocate: sizes follow pass rates, but success is {judge.success}")
+        judge.success.require("allocate: sizes follow pass rates")
         self.posteriors = Posteriors(len(prompts), judge, forget=self.options.forget, strength=self.options.strength)
 
     def next(self) -> int:
@@ -111,16 +114,15 @@ class AllocatedSize(GroupSize):
         a, b = self.posteriors.of(np.array([prompt.ordinal]))
         gains_S = self._gains(float(a[0]), float(b[0]))
         if self.log_price is None:
-            unseen_S = self._gains(*self.posteriors.prior())
             last = self.mean - self.smallest
-            self.log_price = math.log(unseen_S[max(0, last - 1) : last + 1].mean())
-        size = self.smallest + int((gains_S > math.exp(self.log_price)).sum())
+            self.log_price = float(self._gains(*self.posteriors.prior())[max(0, last - 1) : last + 1].mean())
+        size = self.smallest + int((gains_S > self.log_price).sum())
         self.log_price += GAIN * (size / self.mean - 1)
         return size
 
     def _gains(self, a: float, b: float) -> np.ndarray:
-        """Return what each rollout beyond the smallest size adds to a group's value, float64 [S]; they fall."""
-        return np.diff(VALUES[self.options.value](a, b, np.arange(self.smallest, self.largest + 1)))
+        """Return log of what each rollout beyond the smallest size adds to a group's value, float64 [S]; they fall."""
+        return GAINS[self.options.value](a, b, np.arange(self.smallest, self.largest))
 
     def learn(self, group: Group) -> None:
         right, wrong = self.posteriors.counts(group)
