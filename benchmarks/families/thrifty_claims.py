@@ -220,10 +220,11 @@ def at_tokens(curve: Curve, tokens: float) -> float:
 
 
 def smoothed(curve: Curve, half: float) -> Curve:
-    """The mean of all evaluations within so many tokens before and after."""
+    """The mean of all evaluations within so many tokens before and after; the first one is kept."""
     tokens, passed = np.array([point[1] for point in curve]), np.array([point[3] for point in curve])
     near = np.abs(tokens[:, None] - tokens) <= half
     means = (near * passed).sum(1) / near.sum(1)
+    means[0] = passed[0]
     return [[*point[:3], float(mean), *point[4:]] for point, mean in zip(curve, means, strict=True)]
 
 
@@ -280,7 +281,7 @@ def arms() -> Iterator[Arm]:
 FAMILY = Family(
     work="thrifty",
     arms=tuple(arms()),
-    default=(name_of(BASE, 2), name_of("greso", 2), name_of("thrifty", 1)),
+    default=(name_of(BASE, 2), name_of("greso", 2), name_of("thrifty", 1), name_of("thrifty-drafts", 1)),
     collect=collect,
     tables=tables,
     draw=draw,
