@@ -25,6 +25,7 @@ ROUNDS = ("rollout_batch=adaptive", "max_lag=1")
 GRESO = ("selector=greso", *ROUNDS)
 BAYES = ("selector=bayes", *ROUNDS)
 REUSE = ("reuse={updates: 4, max_age: 16, min_ess: 0.5}", "step_scale=ess")
+TWICE = ("reuse={updates: 2, max_age: 16, min_ess: 0.5}", "step_scale=ess")
 CLIP = ("policy_loss=clip", "epsilon_high=0.28", "correction=none")
 PROBE = ("group_size={name: sequential, probe: 4}",)
 SMALL = ("prompts_per_step=8",)
@@ -57,6 +58,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "bayes-reuse-4-probe": (*BAYES, *REUSE, *CLIP, *PROBE),
     "thrifty": (*BAYES, *SMALL),
     "thrifty-drafts": (*BAYES, *SMALL, *DRAFTS),
+    "thrifty-drafts-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-4": (*BAYES, "prompts_per_step=4"),
     "thrifty-knapsack": (*BAYES, *SMALL, *KNAPSACK),
     "oracle": (*ORACLE, *SMALL),
@@ -121,17 +123,17 @@ def name_of(arm: str, rate: float, task: str = "countdown") -> str:
 
 def summary(run: Run) -> Summary:
     passed = [p.passed for p in run.data.curve]
-    kept = {0: 0.0} | {int(row["step"]): row.get("num_kept_tokens", 0.0) for row in run.rows}
+    accepted = {0: 0.0} | {int(row["step"]): row.get("num_accepted_tokens", 0.0) for row in run.rows}
     return {
         "seed": run.seed,
         "pass@1": passed[-1],
         "best": max(passed),
         "mean_pass@1": float(np.mean(passed[1:])),
-        "tokens": run.data.tokens - max(kept.values()),
-        "kept": max(kept.values()),
+        "tokens": run.data.tokens - max(accepted.values()),
+        "accepted": max(accepted.values()),
         "seconds": sum(row.get(f"seconds/{part}", 0.0) for row in run.rows for part in ("generate", "update", "reuse")),
         "deployed": run.deployed,
-        "curve": [[step, tokens - kept[int(step)], *rest] for step, tokens, *rest in run.curve],
+        "curve": [[step, tokens - accepted[int(step)], *rest] for step, tokens, *rest in run.curve],
     }
 
 

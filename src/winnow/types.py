@@ -233,8 +233,8 @@ class Rollout:
     """Segments after the first, in order."""
     agent_rewards: dict[str, float] = field(default_factory=dict)
     """Reward of each agent, where they have rewards of their own; `reward` is then their mean."""
-    kept: int = 0
-    """Sampled tokens that were read from a draft in one forward pass, not decoded one by one."""
+    accepted: int = 0
+    """Draft tokens among the sampled ones: read in one forward pass, not decoded one by one."""
 
     @property
     def segments(self) -> list[Segment]:

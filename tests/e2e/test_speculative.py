@@ -34,13 +34,13 @@ def test_drafts_change_nothing_but_what_is_decoded(
     train(config | {"output_dir": str(with_)})
     assert_clean(with_)
     rows = metrics(with_)
-    kept, tokens = rows[-1]["num_kept_tokens"], rows[-1]["num_tokens"]
-    assert 0 < kept < tokens
+    accepted, tokens = rows[-1]["num_accepted_tokens"], rows[-1]["num_tokens"]
+    assert 0 < accepted < tokens
     job = Drafts.job
     monkeypatch.setattr(Drafts, "job", lambda *given: replace(job(*given), drafts=()))
     train(config | {"output_dir": str(without)})
     for one, other in zip(rows, metrics(without), strict=True):
-        assert other["num_kept_tokens"] == 0
+        assert other["num_accepted_tokens"] == 0
         for name in ("num_tokens", "reward", "groups/rolled_out"):
             assert one.get(name) == other.get(name)
     weights = [load_file(run / "model" / "model.safetensors") for run in (with_, without)]
@@ -53,7 +53,7 @@ def test_drafts_go_along_with_jobs_to_processes(tiny_config: dict[str, Any]) -> 
     config |= {"correction": "truncate", "env": {"name": "countdown", "train_size": 6, "test_size": 8}, "max_steps": 6}
     Trainer(config=config | {"reward_funcs": [f"{REWARDS}:parity_reward"]}).train()
     assert_clean(Path(config["output_dir"]))
-    assert metrics(Path(config["output_dir"]))[-1]["num_kept_tokens"] > 0
+    assert metrics(Path(config["output_dir"]))[-1]["num_accepted_tokens"] > 0
 
 
 def test_rollouts_of_other_epochs_have_other_noise(tiny_config: dict[str, Any], tmp_path: Path) -> None:
@@ -61,8 +61,10 @@ def test_rollouts_of_other_epochs_have_other_noise(tiny_config: dict[str, Any], 
     config = tiny_config | {"env": {"name": "countdown", "train_size": 4, "test_size": 8}, "learning_rate": 1e-12}
     run = tmp_path / "run"
     train(config | {"speculative": {"epochs": 2}, "max_steps": 5, "output_dir": str(run)})
-    kept = [row["num_kept_tokens"] for row in metrics(run)]
-    assert [later > earlier for earlier, later in zip([0, *kept], kept, strict=False)] == [False, True] * 2 + [False]
+    accepted = [row["num_accepted_tokens"] for row in metrics(run)]
+    assert [later > earlier for earlier, later in zip([0, *accepted], accepted, strict=False)] == [False, True] * 2 + [
+        False
+    ]
 
 
 def test_engines_without_drafts_are_refused(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

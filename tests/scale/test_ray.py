@@ -96,8 +96,8 @@ def test_drafts_go_along_with_jobs(config: dict[str, Any]) -> None:
     Trainer(config=config | {"max_steps": 3}).train()
     Trainer.resume(config["output_dir"], {"max_steps": 6}).train()
     assert_clean(config)
-    kept = [row["num_kept_tokens"] for row in metrics(config) if "loss" in row]
-    assert 0 < kept[2] < kept[-1]
+    accepted = [row["num_accepted_tokens"] for row in metrics(config) if "loss" in row]
+    assert 0 < accepted[2] < accepted[-1]
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ import pytest
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.size.allocate import Allocate, AllocatedSize, knapsack_gains, signal_gains
 from winnow.methods.success import Success
-from winnow.types import Group, Prompt, Rollout, Visit
+from winnow.types import Prompt
+
+from ..builders.groups import make_group
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(60)]
 
@@ -21,15 +23,6 @@ def rule(size: int = 8, judge: GroupJudge | None = None, **options: object) -> A
     built = Allocate(**options).build(size)  # type: ignore[arg-type]
     built.begin(PROMPTS, judge or GroupJudge())
     return built
-
-
-def group(ordinal: int, rewards: list[float | None]) -> Group:
-    rollouts = []
-    for i, reward in enumerate(rewards):
-        one, two = np.ones(1), np.zeros(1)
-        rollouts.append(Rollout(i, (1,), one.astype(np.int64), one > 0, two.astype(np.float32), two.astype(np.int32)))
-        rollouts[-1].reward = reward
-    return Group(Visit(ordinal, 0, PROMPTS[ordinal]), rollouts)
 
 
 def signal_value(a: float, b: float, size: int) -> float:
@@ -89,7 +82,7 @@ def test_extreme_posteriors_have_sizes(value: str, strength: float) -> None:
         for prompt in PROMPTS[:4]:
             size = sizing.size_of(prompt)
             assert sizing.smallest <= size <= sizing.largest
-            sizing.learn(group(prompt.ordinal, [float(prompt.ordinal % 2)] * size))
+            sizing.learn(make_group(prompt.ordinal, [float(prompt.ordinal % 2)] * size))
     assert sizing.log_price is not None
     assert np.isfinite(sizing.log_price)
 
@@ -103,7 +96,7 @@ def test_groups_have_the_wanted_mean_size_and_hard_prompts_more() -> None:
             prompt = PROMPTS[ordinal]
             size = sizing.size_of(prompt)
             sizes[visit, ordinal] = size
-            sizing.learn(group(prompt.ordinal, (rng.random(size) < rates[prompt.ordinal]).astype(float).tolist()))
+            sizing.learn(make_group(prompt.ordinal, (rng.random(size) < rates[prompt.ordinal]).astype(float).tolist()))
         sizing.observe({})
     assert rule().size_of(PROMPTS[0]) == 8, "a prompt never seen has the wanted size"
     assert sizes[20:].mean() == pytest.approx(8, rel=0.05)
@@ -114,9 +107,9 @@ def test_groups_have_the_wanted_mean_size_and_hard_prompts_more() -> None:
 
 def test_failed_rollouts_are_absent() -> None:
     sizing = rule()
-    sizing.learn(group(0, [None, None, None]))
+    sizing.learn(make_group(0, [None, None, None]))
     assert not sizing.posteriors.a_N.any()
-    sizing.learn(group(0, [None, 1.0, 0.0]))
+    sizing.learn(make_group(0, [None, 1.0, 0.0]))
     a, b = sizing.posteriors.of(np.array([0]))
     assert a + b == pytest.approx([2 + Allocate.strength])
 
@@ -133,7 +126,7 @@ def test_a_resume_goes_on_exactly() -> None:
             assert parts.size_of(prompt) == size
             rewards = rng.integers(0, 2, size).astype(float).tolist()
             for each in (whole, parts):
-                each.learn(group(prompt.ordinal, rewards))
+                each.learn(make_group(prompt.ordinal, rewards))
         for each in (whole, parts):
             each.observe({})
     assert whole.state_dict() == parts.state_dict()

@@ -11,22 +11,15 @@ import pytest
 from winnow.methods.group_kind import BY_REWARDS
 from winnow.methods.posterior import mixed_probability
 from winnow.methods.select.bayes import Bayes, BayesSelector
-from winnow.types import Group, Prompt, Rollout, Visit
+from winnow.types import Prompt
+
+from ..builders.groups import make_group
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(2000)]
 
 
 def selector(seed: int = 0, **options: float) -> BayesSelector:
     return Bayes(**options).build(PROMPTS, seed)
-
-
-def group(ordinal: int, rewards: list[float | None]) -> Group:
-    rollouts = []
-    for i, reward in enumerate(rewards):
-        one, two = np.ones(1), np.zeros(1)
-        rollouts.append(Rollout(i, (1,), one.astype(np.int64), one > 0, two.astype(np.float32), two.astype(np.int32)))
-        rollouts[-1].reward = reward
-    return Group(Visit(ordinal, 0, PROMPTS[ordinal]), rollouts)
 
 
 def test_the_chance_of_a_mixed_group_is_that_of_all_sequences_of_draws() -> None:
@@ -47,7 +40,7 @@ def test_who_is_always_or_never_solved_is_rolled_out_rarely_and_who_is_new_alway
     assert (chosen.keep_probability(np.arange(2000)) == 1).all()
     for _ in range(3):
         for ordinal, rewards in ((0, [1.0] * 8), (1, [0.0] * 8), (2, [1.0, 0.0] * 4)):
-            chosen.observe(group(ordinal, rewards))
+            chosen.observe(make_group(ordinal, rewards))
     solved, never, half, new = chosen.keep_probability(np.array([0, 1, 2, 3]))
     assert solved < 0.25
     assert never < 0.25
@@ -57,7 +50,7 @@ def test_who_is_always_or_never_solved_is_rolled_out_rarely_and_who_is_new_alway
 
 def test_a_posterior_grows_less_sure_while_the_policy_changes_and_keeps_its_mean() -> None:
     chosen = selector(forget=0.5)
-    chosen.observe(group(0, [0.0] * 8))
+    chosen.observe(make_group(0, [0.0] * 8))
     before = chosen.posteriors.of(np.array([0, 1]))
     assert before[0] + before[1] == pytest.approx([Bayes.strength + 8, Bayes.strength])
     mean = before[0][0] / (before[0][0] + before[1][0])
@@ -70,10 +63,10 @@ def test_a_posterior_grows_less_sure_while_the_policy_changes_and_keeps_its_mean
 
 def test_failed_and_undecided_rollouts_are_absent() -> None:
     chosen = selector()
-    chosen.observe(group(0, [None, None, 1.0]))
+    chosen.observe(make_group(0, [None, None, 1.0]))
     assert not chosen.posteriors.a_N.any()
     prior, _ = chosen.posteriors.prior()
-    chosen.observe(group(0, [None, 0.0, 1.0, 1.0]))
+    chosen.observe(make_group(0, [None, 0.0, 1.0, 1.0]))
     assert (chosen.posteriors.a_N[0], chosen.posteriors.b_N[0]) == pytest.approx(
         (prior + 2, Bayes.strength - prior + 1)
     )
@@ -82,8 +75,8 @@ def test_failed_and_undecided_rollouts_are_absent() -> None:
 def test_a_group_whose_rewards_differ_teaches_though_none_is_right() -> None:
     chosen = selector()
     for _ in range(3):
-        chosen.observe(group(0, [0.1, 0.3, 0.1, 0.0]))
-        chosen.observe(group(1, [0.1] * 4))
+        chosen.observe(make_group(0, [0.1, 0.3, 0.1, 0.0]))
+        chosen.observe(make_group(1, [0.1] * 4))
     partly, equal = chosen.keep_probability(np.array([0, 1]))
     assert partly == 1
     assert equal < 0.3
@@ -93,7 +86,7 @@ def test_draws_follow_the_recorded_probabilities_and_do_not_depend_on_how_many_a
     one, other = selector(seed=3), selector(seed=3)
     for each in (one, other):
         for ordinal in range(2000):
-            each.observe(group(ordinal, [1.0] * (ordinal % 5 + 1) + [0.0] * 0 if ordinal % 2 else [0.0, 1.0]))
+            each.observe(make_group(ordinal, [1.0] * (ordinal % 5 + 1) + [0.0] * 0 if ordinal % 2 else [0.0, 1.0]))
     p = one.keep_probability(np.arange(2000))
     assert 0 < p.min() < p.max() == 1
     visits = one.select(600)
@@ -118,7 +111,7 @@ def test_a_resume_goes_on_exactly() -> None:
         rewards = rng.integers(0, 2, (20, 4)).astype(float)
         for each in (whole, parts):
             for visit, row in zip([v for v in each.select(20) if v.verdict.keep], rewards, strict=True):
-                each.observe(group(visit.prompt.ordinal, row.tolist()))
+                each.observe(make_group(visit.prompt.ordinal, row.tolist()))
             each.metrics()
             each.end_step()
     assert whole.state_dict() == parts.state_dict()
@@ -128,8 +121,8 @@ def test_a_resume_goes_on_exactly() -> None:
 def test_metrics_compare_prediction_and_outcome() -> None:
     chosen = Bayes().build(PROMPTS, 0, BY_REWARDS)
     assert "bayes/brier" not in chosen.metrics()
-    chosen.observe(group(0, [1.0, 0.0]))
-    chosen.observe(group(1, [1.0, 1.0]))
+    chosen.observe(make_group(0, [1.0, 0.0]))
+    chosen.observe(make_group(1, [1.0, 1.0]))
     found = chosen.metrics()
     assert found["bayes/mixed"] == 0.5
     assert 0 < found["bayes/predicted"] < 1

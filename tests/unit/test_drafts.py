@@ -21,7 +21,7 @@ from ..builders.engines import make_engine
 from .engine_models import EOS, FUSED, GENERIC, VOCAB, make_model, run
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(9)]
-ALIKE = {"kept", "seconds"}
+ALIKE = {"accepted", "seconds"}
 """Fields of `Finished` that may differ."""
 
 
@@ -49,7 +49,9 @@ def require_equal(a: dict[Any, Finished], b: dict[Any, Finished]) -> None:
                 np.testing.assert_allclose(x, y, atol=2e-4)
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.6, "top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.6, "top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.0}]
+)
 @pytest.mark.parametrize("name", list(FUSED))
 def test_a_draft_changes_nothing_but_what_is_decoded(name: str, params: dict[str, Any]) -> None:
     """Drafts that are right throughout, up to a place, or nowhere; more of them than slots."""
@@ -67,13 +69,13 @@ def test_a_draft_changes_nothing_but_what_is_decoded(name: str, params: dict[str
         drafted.append(replace(request, draft=tuple(draft.tolist()) if number != 3 else ()))
     found = finished(with_, drafted)
     require_equal(plain, found)
-    kept = [found[r.id].kept for r in asked]
+    accepted = [found[r.id].accepted for r in asked]
     for number, request in enumerate(asked):
         length = len(plain[request.id].token_ids)
         if number != 3 and number % 3 < 2:
             wanted = length - 1 if number % 3 == 0 else length // 2
-            assert kept[number] == min(wanted, length - 1)
-    assert kept[3] == 0
+            assert accepted[number] == min(wanted, length - 1)
+    assert accepted[3] == 0
     assert (found[asked[0].id].versions == with_.version).all()
 
 
@@ -94,13 +96,13 @@ def test_a_sequence_ends_and_reports_where_it_does_without_a_draft() -> None:
         ended = {e.id: e for e in events if isinstance(e, Finished)}
         require_equal(plain, ended)
         if drafts:
-            assert {e.kept for e in ended.values()} == {2}, "a reported token is drawn by itself"
+            assert {e.accepted for e in ended.values()} == {2}, "a reported token is drawn by itself"
     for one, other in zip(*reached, strict=True):
         assert (one.id, one.n) == (other.id, other.n)
         np.testing.assert_allclose(one.logp, other.logp, atol=2e-4)
 
 
-def test_a_draft_that_passes_an_end_is_kept_up_to_it() -> None:
+def test_a_draft_that_passes_an_end_is_accepted_up_to_it() -> None:
     """EOS in the middle of a draft, which no rollout has: the sequence ends there all the same."""
     model = make_model("qwen2")
     model.generation_config.eos_token_id = [EOS, 7, 9]
@@ -112,7 +114,7 @@ def test_a_draft_that_passes_an_end_is_kept_up_to_it() -> None:
     drafted = [replace(asked[f.id], draft=(*f.token_ids.tolist(), *([1] * (60 - len(f.token_ids))))) for f in ended]
     found = finished(engine, drafted)
     require_equal({f.id: f for f in ended}, found)
-    assert any(f.kept for f in found.values())
+    assert any(f.accepted for f in found.values())
 
 
 @pytest.mark.parametrize("name", list(GENERIC))
@@ -122,7 +124,7 @@ def test_other_models_decode_every_token(name: str) -> None:
     plain = finished(engine, requests())
     found = finished(engine, [replace(r, draft=tuple(plain[r.id].token_ids.tolist())) for r in requests()])
     require_equal(plain, found)
-    assert not any(f.kept for f in found.values())
+    assert not any(f.accepted for f in found.values())
 
 
 def test_a_draft_with_fixed_slots_does_not_depend_on_others() -> None:
@@ -230,7 +232,7 @@ def test_a_stop_string_that_is_not_completed_ends_no_draft() -> None:
     assert {f.stop_reason for f in plain.values()} == {"length"}
     found = finished(make_engine(model), [replace(r, draft=tuple(plain[r.id].token_ids.tolist())) for r in asked])
     require_equal(plain, found)
-    assert {f.kept for f in found.values()} == {19}
+    assert {f.accepted for f in found.values()} == {19}
 
 
 def test_mixed_reports_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,22 +11,15 @@ from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select.bayes import Bayes
 from winnow.methods.select.thompson import Thompson, ThompsonSelector
 from winnow.methods.success import Success
-from winnow.types import Group, Prompt, Rollout, Visit
+from winnow.types import Prompt
+
+from ..builders.groups import make_group
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(403)]
 
 
 def selector(**options: float) -> ThompsonSelector:
     return Thompson(**options).build(PROMPTS, 3)  # type: ignore[arg-type]
-
-
-def group(ordinal: int, rewards: list[float | None]) -> Group:
-    rollouts = []
-    for i, reward in enumerate(rewards):
-        one, two = np.ones(1), np.zeros(1)
-        rollouts.append(Rollout(i, (1,), one.astype(np.int64), one > 0, two.astype(np.float32), two.astype(np.int32)))
-        rollouts[-1].reward = reward
-    return Group(Visit(ordinal, 0, PROMPTS[ordinal]), rollouts)
 
 
 @pytest.mark.parametrize("candidates", [2, 4, 7])
@@ -51,9 +44,9 @@ def test_a_set_gives_one_however_much_is_learned_between_calls(asked: int) -> No
             chosen.load_state_dict(saved)
         visits += chosen.select(asked)
         for visit in visits[-asked:]:
-            chosen.observe(group(visit.prompt.ordinal, rng.integers(0, 2, 8).astype(float).tolist()))
+            chosen.observe(make_group(visit.prompt.ordinal, rng.integers(0, 2, 8).astype(float).tolist()))
         for prompt in rng.integers(0, len(PROMPTS), 9):
-            chosen.observe(group(int(prompt), [1.0] * 8))
+            chosen.observe(make_group(int(prompt), [1.0] * 8))
     for epoch in range(visits[-1].epoch):
         keeps = [visit.verdict.keep for visit in visits if visit.epoch == epoch]
         sets = [keeps[first : first + 4] for first in range(0, len(PROMPTS), 4)]
@@ -70,7 +63,9 @@ def test_right_answers_have_to_be_known() -> None:
 def test_prompts_near_the_target_are_taken() -> None:
     chosen = selector(keep=1.0)
     for prompt in PROMPTS:
-        chosen.observe(group(prompt.ordinal, [[1.0] * 8, [0.0] * 8, [1.0, 0.0] * 4, [0.0] * 8][prompt.ordinal % 4]))
+        chosen.observe(
+            make_group(prompt.ordinal, [[1.0] * 8, [0.0] * 8, [1.0, 0.0] * 4, [0.0] * 8][prompt.ordinal % 4])
+        )
     taken = [visit.prompt.ordinal % 4 for visit in chosen.select(300) if visit.verdict.keep]
     assert np.mean(np.array(taken) == 2) > 0.6, "a quarter without the posteriors"
     easier = selector(keep=1.0, target=1.0)
@@ -80,10 +75,10 @@ def test_prompts_near_the_target_are_taken() -> None:
 
 def test_a_posterior_forgets_when_its_prompt_is_visited_again() -> None:
     chosen = selector(keep=0.5)
-    chosen.observe(group(5, [1.0, 1.0, 0.0, None]))
+    chosen.observe(make_group(5, [1.0, 1.0, 0.0, None]))
     assert (chosen.right_N[5], chosen.wrong_N[5]) == (2, 1)
-    chosen.observe(group(5, [None, None]))
+    chosen.observe(make_group(5, [None, None]))
     assert (chosen.right_N[5], chosen.wrong_N[5]) == (2, 1), "failed rollouts are absent"
-    chosen.observe(group(5, [0.0, 0.0]))
+    chosen.observe(make_group(5, [0.0, 0.0]))
     assert (chosen.right_N[5], chosen.wrong_N[5]) == (1, 2.5)
     assert chosen.right_N.sum() == 1

@@ -96,8 +96,8 @@ class Finished:
     """float32 [H] if requested: input of the lm_head for the last token."""
     raw_logp: np.ndarray | None = None
     """float32 [T] if requested; see `Reached`."""
-    kept: int = 0
-    """Tokens read from the draft."""
+    accepted: int = 0
+    """Draft tokens among them."""
 
 
 Event = Reached | Finished

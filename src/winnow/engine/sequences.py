@@ -140,20 +140,20 @@ class Sequences:
         raw = None if raw_logp_N is None else extras.pop(0).astype(np.float32)
         return Drawn(tokens.astype(np.int64), logp.astype(np.float32), confidences, raw)
 
-    def keep(self, row: int, draft: tuple[int, ...], drawn: Drawn) -> int:
+    def accept(self, row: int, draft: tuple[int, ...], drawn: Drawn) -> int:
         """Store the tokens of a new row's draft that `drawn`, one for each, has too; return how many.
 
-        Neither the last one is kept, nor one that ends the sequence or is to be reported: the next step draws it.
+        The last one is not accepted, nor one that ends the sequence or is to be reported: the next step draws it.
         """
         stop_set, alarm = int(self.table.ints[col.STOP_SET, row]), int(self.table.ints[col.ALARM, row])
         most = min(len(draft), alarm) - 1
         tokens = np.array(draft[:most], dtype=np.int64)
         others = drawn.tokens_N[:most] != tokens
-        kept = int(others.argmax()) if others.any() else most
-        alerts = np.flatnonzero(self._stops.alert[stop_set, tokens[:kept]]).tolist()
-        kept = next((i for i in alerts if self._end(stop_set, tokens[: i + 1])), kept)
-        self.table.keep(row, drawn.part(0, kept), len(self._versions) - 1)
-        return kept
+        accepted = int(others.argmax()) if others.any() else most
+        alerts = np.flatnonzero(self._stops.alert[stop_set, tokens[:accepted]]).tolist()
+        accepted = next((i for i in alerts if self._end(stop_set, tokens[: i + 1])), accepted)
+        self.table.accept(row, drawn.part(0, accepted), len(self._versions) - 1)
+        return accepted
 
     def record(self, rows: Rows, drawn: Drawn) -> np.ndarray:
         """Store a token per row; return whether `settle` must check it: bool, in the order of `rows`.

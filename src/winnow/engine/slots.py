@@ -66,8 +66,8 @@ class SlotTable:
         self.raw_logp = np.zeros((slots, 0), dtype=np.float32)
         self.raw = np.zeros(slots, dtype=bool)
         """Rows with requested `raw_logp`."""
-        self.kept = np.zeros(slots, dtype=np.int64)
-        """Tokens read from a draft."""
+        self.accepted = np.zeros(slots, dtype=np.int64)
+        """Draft tokens among those sampled."""
         self.requests: list[Request] = []
         self.row_of: dict[Hashable, int] = {}
         self.clock = 0.0
@@ -103,7 +103,7 @@ class SlotTable:
         self._remember(rows, requests)
         self.confident[rows] = [r.confidence for r in requests]
         self.raw[rows] = [r.raw_logp for r in requests]
-        self.kept[rows] = 0
+        self.accepted[rows] = 0
         self._clock_in[rows] = self.clock
         self.row_of.update(zip((r.id for r in requests), range(rows.start, rows.stop), strict=True))
         self.requests += requests
@@ -126,7 +126,7 @@ class SlotTable:
         self.ints[COUNT, rows] += 1
         return np.asarray(self.ints[COUNT, rows] == self.ints[ALARM, rows])
 
-    def keep(self, row: int, drawn: Drawn, weights: int) -> None:
+    def accept(self, row: int, drawn: Drawn, weights: int) -> None:
         """Store tokens of a draft as the first ones of a row."""
         n = len(drawn.tokens_N)
         self.tokens[row, :n], self.logp[row, :n], self.weights[row, :n] = drawn.tokens_N, drawn.logp_N, weights
@@ -134,7 +134,7 @@ class SlotTable:
             self.confidence[row, :n] = drawn.confidence_N
         if drawn.raw_logp_N is not None:
             self.raw_logp[row, :n] = drawn.raw_logp_N
-        self.ints[COUNT, row] = self.kept[row] = n
+        self.ints[COUNT, row] = self.accepted[row] = n
         self.ints[POSITION, row] += n
 
     def rearm(self, row: int) -> None:
@@ -169,7 +169,7 @@ class SlotTable:
     def finished(self, row: int, reason: str, versions: np.ndarray, hidden: np.ndarray | None = None) -> Finished:
         id_, tokens, seconds = self.requests[row].id, self.sampled(row)[0].copy(), self.clock - self._clock_in[row]
         logp, confidence, raw_logp = self._reported(row)
-        more = confidence, hidden, raw_logp, int(self.kept[row])
+        more = confidence, hidden, raw_logp, int(self.accepted[row])
         return Finished(id_, tokens, logp, versions, reason, float(seconds), *more)
 
     def remove(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -190,7 +190,7 @@ class SlotTable:
         for rows_last in (self.ints, self.floats):
             rows_last[:, targets] = rows_last[:, sources]
         flags, values = (self.greedy, self.confident, self.raw), (self.logp, self.confidence, self.raw_logp)
-        others = self.tokens, self.weights, self.penalty, self.context, self.kept, self._clock_in
+        others = self.tokens, self.weights, self.penalty, self.context, self.accepted, self._clock_in
         for rows_first in (*flags, *values, *others):
             rows_first[targets] = rows_first[sources]
         moved = [self.requests[source] for source in sources]

@@ -28,6 +28,18 @@ def mixed_probability(a: np.ndarray, b: np.ndarray, size: int) -> np.ndarray:
     return mixed
 
 
+def counts(group: Group, judge: GroupJudge) -> tuple[float, float]:
+    """Return the right and the wrong rollouts of a group; failed, pruned, cut and undecided ones are absent.
+
+    Where rewards differ but none or all are right, half of them count as right: such a group teaches.
+    """
+    judged = [judge.success.right(r) for r in group.siblings if r.reward is not None]
+    right, wrong = float(judged.count(True)), float(judged.count(False))
+    if not right * wrong and judge.kind(group) is GroupKind.SIGNAL:
+        right = wrong = (right + wrong) / 2
+    return right, wrong
+
+
 class PosteriorsState(State, extra="ignore"):  # part of its owner's state
     a_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="a")
     b_N: Annotated[np.ndarray, Packed("f4", "prompts")] = Field(alias="b")
@@ -42,10 +54,10 @@ class Posteriors(Stateful):
 
     state_model: ClassVar[type[State]] = PosteriorsState
 
-    def __init__(self, prompts: int, judge: GroupJudge, *, forget: float, strength: float) -> None:
+    def __init__(self, prompts: int, *, forget: float, strength: float) -> None:
         """`forget`: what a rollout is worth a step later. `strength`: rollouts that the prior is worth, and to which
         what was seen of a prompt falls at most."""
-        self.judge, self.forget, self.strength = judge, forget, strength
+        self.forget, self.strength = forget, strength
         self.a_N = np.zeros(prompts, np.float32)
         self.b_N = np.zeros(prompts, np.float32)
         """Posteriors after each prompt's last group, with the prior; 0 for prompts never seen."""
@@ -72,17 +84,6 @@ class Posteriors(Stateful):
         """Return a and b of a prompt never seen."""
         a = self.strength * self.all_right / self.all_rollouts
         return a, self.strength - a
-
-    def counts(self, group: Group) -> tuple[float, float]:
-        """Return the right and the wrong rollouts of a group; failed, pruned, cut and undecided ones are absent.
-
-        Where rewards differ but none or all are right, half of them count as right: such a group teaches.
-        """
-        judged = [self.judge.success.right(r) for r in group.siblings if r.reward is not None]
-        right, wrong = float(judged.count(True)), float(judged.count(False))
-        if not right * wrong and self.judge.kind(group) is GroupKind.SIGNAL:
-            right = wrong = (right + wrong) / 2
-        return right, wrong
 
     def add(self, ordinal: int, right: float, wrong: float) -> None:
         """Count rollouts of a prompt."""

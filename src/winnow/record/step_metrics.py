@@ -35,7 +35,7 @@ class Tally:
         self.rollouts = 0
         self.sampled_tokens = 0
         """This and `rollouts` include greedy baselines, which other figures leave out."""
-        self.kept_tokens = 0
+        self.accepted_tokens = 0
         """Sampled tokens that were read from drafts."""
         self.truncated = 0
         self.failed = Failures()
@@ -78,7 +78,7 @@ class Tally:
             tokens = int(np.count_nonzero(rollout.action_mask))
             self.rollouts += 1
             self.sampled_tokens += tokens
-            self.kept_tokens += rollout.kept
+            self.accepted_tokens += rollout.accepted
             self.barrier_wait_s += rollout.barrier_wait_s
             if rollout.fate == Fate.FAILED:
                 self.failed.add(rollout.reason, group.prompt.id)

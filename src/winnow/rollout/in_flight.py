@@ -66,7 +66,7 @@ class Sibling:
         if turn.raw_logp is not None:
             self.raw_logps.append(turn.raw_logp)
         self.rollout.seconds += turn.seconds
-        self.rollout.kept += turn.kept
+        self.rollout.accepted += turn.accepted
 
     def withdraw(self, length: int) -> None:
         """Take back what was added since the rollout had this length: an observation, or a segment without tokens."""

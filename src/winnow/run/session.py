@@ -284,7 +284,11 @@ class Session:
         success = self.built.methods.judge.success
         if success.undecided and not self._said_undecided:
             self._said_undecided = True
-            self._warn(step, f"success: {success}. No pass@k is reported, and the run cannot end as solved")
+            self._warn(
+                step,
+                f"success: {success}. No pass@k is reported, the run cannot end as solved, and selectors and sizes that "
+                "count right answers learn nothing more",
+            )
 
     def _warn(self, step: int, message: str) -> None:
         self._records.warning(step, message)

@@ -284,15 +284,15 @@ class LocalEngine(SequenceEngine):
             rows = self.sequences.start(requests)
             drawn = self._draw_drafts(backend, rows, lengths, hidden_NH)
             starts = np.cumsum([0, *lengths[:-1]])
-            kept = [
-                self.sequences.keep(row, request.draft, drawn.part(start, start + len(request.draft)))
+            accepted = [
+                self.sequences.accept(row, request.draft, drawn.part(start, start + len(request.draft)))
                 for row, request, start in zip(range(rows.start, rows.stop), requests, starts.tolist(), strict=True)
             ]
             longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
             self._cache.reserve(rows.stop, max(longest, read.keys[0].shape[2]))
-            filled = [len(r.prompt_ids) + n for r, n in zip(requests, kept, strict=True)]
+            filled = [len(r.prompt_ids) + n for r, n in zip(requests, accepted, strict=True)]
             self._cache.insert(rows, self._to_device(np.arange(len(group))), read.keys, read.values, filled)
-            next_MH = hidden_NH[self._to_device(starts + kept)]
+            next_MH = hidden_NH[self._to_device(starts + accepted)]
             outputs.append(Output(next_MH, backend.logits(next_MH)))
         return outputs
 

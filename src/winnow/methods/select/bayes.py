@@ -18,7 +18,7 @@ from ...base.state import Probability, State
 from ...types import Group, GroupKind, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
-from ..posterior import Posteriors, mixed_probability
+from ..posterior import Posteriors, counts, mixed_probability
 from .stream import StreamSelector, StreamState
 
 
@@ -59,7 +59,7 @@ class BayesSelector(StreamSelector):
     def __init__(self, prompts: Sequence[Prompt], seed: int, options: Bayes, judge: GroupJudge) -> None:
         super().__init__(prompts, seed)
         self.options, self.judge = options, judge
-        self.posteriors = Posteriors(len(prompts), judge, forget=options.forget, strength=options.strength)
+        self.posteriors = Posteriors(len(prompts), forget=options.forget, strength=options.strength)
         self.size = 8
         """Size of the last step's smallest group: a probe decides whether its group is mixed."""
         self._sizes: list[int] = []
@@ -84,7 +84,7 @@ class BayesSelector(StreamSelector):
         ]
 
     def observe(self, group: Group) -> None:
-        right, wrong = self.posteriors.counts(group)
+        right, wrong = counts(group, self.judge)
         if right + wrong < 2:
             return
         a, b = self.posteriors.of(np.array([group.prompt.ordinal]))

@@ -17,6 +17,7 @@ from ...base.options import CHECKED
 from ...base.state import Probability, State
 from ...types import KEEP, Group, Prompt, Verdict
 from ..group_kind import BY_REWARDS, GroupJudge
+from ..posterior import counts
 from .stream import SELECT_STREAM, StreamSelector, StreamState
 
 
@@ -88,8 +89,7 @@ class ThompsonSelector(StreamSelector):
         )
 
     def observe(self, group: Group) -> None:
-        judged = [self.judge.success.right(r) for r in group.siblings if r.reward is not None]
-        right, wrong = judged.count(True), judged.count(False)
+        right, wrong = counts(group, self.judge)
         if right + wrong:
             ordinal, keep = group.prompt.ordinal, self.options.keep
             self.right_N[ordinal] = keep * self.right_N[ordinal] + right

@@ -20,7 +20,7 @@ from ...base.options import CHECKED
 from ...base.state import State
 from ...types import Group, Prompt
 from ..group_kind import GroupJudge
-from ..posterior import Posteriors
+from ..posterior import Posteriors, counts
 from .base import GroupSize
 
 GAIN = 0.05
@@ -95,6 +95,7 @@ class AllocatedSize(GroupSize):
     """Its state is the price and the posterior of every prompt: twelve bytes per prompt."""
 
     state_model = AllocateState
+    judge: GroupJudge
     posteriors: Posteriors
 
     def __init__(self, options: Allocate, mean: int, smallest: int, largest: int) -> None:
@@ -105,7 +106,8 @@ class AllocatedSize(GroupSize):
 
     def begin(self, prompts: Sequence[Prompt], judge: GroupJudge) -> None:
         judge.success.require("allocate: sizes follow pass rates")
-        self.posteriors = Posteriors(len(prompts), judge, forget=self.options.forget, strength=self.options.strength)
+        self.judge = judge
+        self.posteriors = Posteriors(len(prompts), forget=self.options.forget, strength=self.options.strength)
 
     def next(self) -> int:
         return self.mean
@@ -125,7 +127,7 @@ class AllocatedSize(GroupSize):
         return GAINS[self.options.value](a, b, np.arange(self.smallest, self.largest))
 
     def learn(self, group: Group) -> None:
-        right, wrong = self.posteriors.counts(group)
+        right, wrong = counts(group, self.judge)
         if right + wrong > 0:
             self.posteriors.add(group.prompt.ordinal, right, wrong)
 
