@@ -241,7 +241,7 @@ class Collector:
         failpoint("launch")
         kept = [visit for visit in visits if visit.verdict.keep]
         for visit in kept:
-            self._start(visit, self.group_size.size_of(visit.prompt))
+            self._start(visit, self.group_size.next(visit.prompt))
         self._nothing_left = len(kept) < n
         if not kept and not in_flight:
             reason = next((v.verdict.reason for v in reversed(visits)), "")

@@ -140,12 +140,12 @@ def test_sizes(name: str) -> None:
 
     size = build()
     for prompt in PROMPTS:
-        assert 2 <= size.smallest <= size.size_of(prompt) <= size.largest
+        assert 2 <= size.smallest <= size.next(prompt) <= size.largest
         size.learn(make_group(prompt.ordinal, [1.0, 0.0, 0.0, 0.0]))
     size.observe({"frac_reward_zero_std": 0.5})
     again = build()
     again.load_state_dict(json.loads(json.dumps(size.state_dict())))
-    assert [again.size_of(prompt) for prompt in PROMPTS] == [size.size_of(prompt) for prompt in PROMPTS]
+    assert [again.next(prompt) for prompt in PROMPTS] == [size.next(prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("name", list(ROLLOUT_BATCHES))

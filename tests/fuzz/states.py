@@ -122,7 +122,7 @@ def resume(name: str) -> Callable[[bytes, Path], object]:
         parts.selector.select(4)
         parts.selector.end_step()
         parts.group_size.observe({"frac_reward_zero_std": 0.5})
-        return parts.group_size.next(), parts.selector.metrics(), loop.state_dict
+        return parts.group_size.next(parts.selector.prompts[0]), parts.selector.metrics(), loop.state_dict
 
     return run
 

@@ -13,16 +13,19 @@ from hypothesis import strategies as st
 from winnow.config import ConfigError, method
 from winnow.methods.size import SIZES, GroupSize
 from winnow.methods.size.adaptive_k import AdaptiveK
+from winnow.types import Prompt
+
+PROMPT = Prompt("p", 0, text="")
 
 shares = st.lists(st.floats(0, 1), max_size=60)
 
 
 def sizes(size: GroupSize, history: list[float]) -> list[int]:
     """The size of each group-launching step, the one after the last value included."""
-    out = [size.next()]
+    out = [size.next(PROMPT)]
     for share in history:
         size.observe({"frac_reward_zero_std": share, "loss": 1.0})
-        out.append(size.next())
+        out.append(size.next(PROMPT))
     return out
 
 
@@ -90,15 +93,15 @@ def test_a_step_without_the_metric_is_no_observation_but_passes_time() -> None:
     carried = {"frac_reward_zero_std": 0.0, "groups/rolled_out": 0.0}
     for stats in ({"frac_reward_zero_std": 1.0, "groups/rolled_out": 4.0}, {}, {"loss": 0.0}, carried):
         size.observe(stats)
-    assert size.next() == 4
+    assert size.next(PROMPT) == 4
     size.observe({"frac_reward_zero_std": 1.0})
-    assert size.next() == 8
+    assert size.next(PROMPT) == 8
     slow = AdaptiveK(window=1, tau_down=0.2, dwell=3).build(4)
     for stats in ({"frac_reward_zero_std": 1.0}, {}, {}):
         slow.observe(stats)
-    assert slow.next() == 8
+    assert slow.next(PROMPT) == 8
     slow.observe({"frac_reward_zero_std": 0.0})
-    assert slow.next() == 4
+    assert slow.next(PROMPT) == 4
 
 
 @given(shares, st.integers(0, 60), st.sampled_from([None, 0.1, 0.3]))
@@ -118,7 +121,7 @@ def test_bounds_come_from_num_generations_unless_given() -> None:
     for options, bounds in (({}, (6, 12)), ({"base": 2}, (2, 12)), ({"base": 3, "high": 5}, (3, 5))):
         size = AdaptiveK(**options).build(6)
         assert (size.smallest, size.largest) == bounds
-        assert size.next() == bounds[0]
+        assert size.next(PROMPT) == bounds[0]
     fixed = SIZES["fixed"]().build(6)
     assert (fixed.smallest, fixed.largest) == (6, 6)
 

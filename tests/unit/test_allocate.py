@@ -71,7 +71,7 @@ def test_a_size_is_the_best_for_its_price(value: Literal["signal", "knapsack"]) 
         (a,), (b,) = sizing.posteriors.of(np.array([0]))
         value_of = {"signal": signal_value, "knapsack": knapsack_value}[value]
         worth = [value_of(a, b, size) - price * size for size in range(2, 10)]
-        assert sizing.size_of(PROMPTS[0]) == 2 + int(np.argmax(worth))
+        assert sizing.next(PROMPTS[0]) == 2 + int(np.argmax(worth))
 
 
 @pytest.mark.parametrize("value", ["signal", "knapsack"])
@@ -80,7 +80,7 @@ def test_extreme_posteriors_have_sizes(value: str, strength: float) -> None:
     sizing = rule(64, value=value, strength=strength)
     for _ in range(3):
         for prompt in PROMPTS[:4]:
-            size = sizing.size_of(prompt)
+            size = sizing.next(prompt)
             assert sizing.smallest <= size <= sizing.largest
             sizing.learn(make_group(prompt.ordinal, [float(prompt.ordinal % 2)] * size))
     assert sizing.log_price is not None
@@ -94,11 +94,11 @@ def test_groups_have_the_wanted_mean_size_and_hard_prompts_more() -> None:
     for visit in range(60):
         for ordinal in rng.permutation(60):
             prompt = PROMPTS[ordinal]
-            size = sizing.size_of(prompt)
+            size = sizing.next(prompt)
             sizes[visit, ordinal] = size
             sizing.learn(make_group(prompt.ordinal, (rng.random(size) < rates[prompt.ordinal]).astype(float).tolist()))
         sizing.observe({})
-    assert rule().size_of(PROMPTS[0]) == 8, "a prompt never seen has the wanted size"
+    assert rule().next(PROMPTS[0]) == 8, "a prompt never seen has the wanted size"
     assert sizes[20:].mean() == pytest.approx(8, rel=0.05)
     never, hard, half, solved = sizes[20:].reshape(40, 4, 15).mean((0, 2))
     assert hard > half > solved
@@ -122,8 +122,8 @@ def test_a_resume_goes_on_exactly() -> None:
             parts = rule()
             parts.load_state_dict(saved)
         for prompt in PROMPTS[:20]:
-            size = whole.size_of(prompt)
-            assert parts.size_of(prompt) == size
+            size = whole.next(prompt)
+            assert parts.next(prompt) == size
             rewards = rng.integers(0, 2, size).astype(float).tolist()
             for each in (whole, parts):
                 each.learn(make_group(prompt.ordinal, rewards))

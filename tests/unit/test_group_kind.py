@@ -91,9 +91,9 @@ class TestCutGroups:
         size = AdaptiveK(base=4, high=8, window=2).build(4)
         size.observe(tally_of(RANDOM, [None] * 4).metrics())
         for _ in range(2):
-            assert size.next() == 4
+            assert size.next(PROMPTS[0]) == 4
             size.observe(tally_of(*[CONVERGED] * 3, *[HARD] * 4, *[MIXED] * 3).metrics())
-        assert size.next() == 8
+        assert size.next(PROMPTS[0]) == 8
 
     def test_leave_the_trace_as_it_was(self) -> None:
         selector = Greso().build(PROMPTS, 0)

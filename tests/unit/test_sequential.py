@@ -212,7 +212,7 @@ def test_stopping_keeps_the_direction_of_a_prompts_gradient(
     of_rate = torch.autograd.grad(rate, logits, retain_graph=True)[0]
     gradient = torch.zeros_like(of_rate)
     for answers in itertools.product(range(5), repeat=rule.largest):
-        size = rule.next()
+        size = rule.next(Prompt("p", 0, text=""))
         while more := rule.more(*judged([reward_of[answer] for answer in answers[:size]])):
             size += more
         seen = answers[:size]

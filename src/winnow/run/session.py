@@ -286,8 +286,8 @@ class Session:
             self._said_undecided = True
             self._warn(
                 step,
-                f"success: {success}. No pass@k is reported, the run cannot end as solved, and selectors and sizes that "
-                "count right answers learn nothing more",
+                f"success: {success}. No pass@k is reported, the run cannot end as solved, and selectors and sizes by "
+                "pass rates learn nothing more",
             )
 
     def _warn(self, step: int, message: str) -> None:

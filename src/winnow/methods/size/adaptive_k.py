@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
 from ...base.state import Count, State
+from ...types import Prompt
 from .base import GroupSize
 
 DWELL = 10
@@ -78,7 +79,7 @@ class AdaptiveSize(GroupSize):
         self.steps: int | None = None
         """Steps since the last change; None before the first, which `dwell` does not delay."""
 
-    def next(self) -> int:
+    def next(self, prompt: Prompt) -> int:
         return self.size
 
     def observe(self, step_stats: Mapping[str, float]) -> None:

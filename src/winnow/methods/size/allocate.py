@@ -109,10 +109,7 @@ class AllocatedSize(GroupSize):
         self.judge = judge
         self.posteriors = Posteriors(len(prompts), forget=self.options.forget, strength=self.options.strength)
 
-    def next(self) -> int:
-        return self.mean
-
-    def size_of(self, prompt: Prompt) -> int:
+    def next(self, prompt: Prompt) -> int:
         a, b = self.posteriors.of(np.array([prompt.ordinal]))
         gains_S = self._gains(float(a[0]), float(b[0]))
         if self.log_price is None:

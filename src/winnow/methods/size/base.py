@@ -25,12 +25,8 @@ class GroupSize(Stateful, ABC):
         return
 
     @abstractmethod
-    def next(self) -> int:
-        """Return the size of the next group."""
-
-    def size_of(self, prompt: Prompt) -> int:
+    def next(self, prompt: Prompt) -> int:
         """Return the size of the next group, which is of this prompt."""
-        return self.next()
 
     def more(self, group: Group, kind: GroupKind) -> int:
         """Return how many siblings join a group whose parts so far are finished; 0: it is whole."""

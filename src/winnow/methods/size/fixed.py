@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...types import Prompt
 from .base import GroupSize
 
 
@@ -19,5 +20,5 @@ class FixedSize(GroupSize):
     def __init__(self, size: int) -> None:
         self.smallest = self.largest = size
 
-    def next(self) -> int:
+    def next(self, prompt: Prompt) -> int:
         return self.largest

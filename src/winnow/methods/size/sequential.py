@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
-from ...types import Group, GroupKind
+from ...types import Group, GroupKind, Prompt
 from ..base import RunFacts
 from .base import GroupSize
 
@@ -68,7 +68,7 @@ class SequentialSize(GroupSize):
         self.smallest, self.largest = probe, max(size, hard_size)
         self.size, self.hard_size = size, hard_size
 
-    def next(self) -> int:
+    def next(self, prompt: Prompt) -> int:
         return self.smallest
 
     def more(self, group: Group, kind: GroupKind) -> int:
