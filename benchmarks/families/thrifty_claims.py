@@ -39,6 +39,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dapo-fixed": FIXED,
     "dapo": (),
     "dapo-small": (*FIXED, *SMALL),
+    "dapo-small-drafts-twice": (*SMALL, *DRAFTS, *TWICE, *CLIP),
     "dapo-fixed-drafts": (*FIXED, *DRAFTS),
     "greso": GRESO,
     "backoff": ("selector=backoff", *ROUNDS),
@@ -108,9 +109,9 @@ TASKS = {
     ),
     "smollm2": Setting(
         "arithmetic-smollm2",
-        (*DAPO_REFILL, "model=smollm2-135m", "eval_prompts=256", "eval_generations=4"),
+        (*DAPO_REFILL, "model=smollm2-135m", "threads=1", "eval_prompts=256", "eval_generations=2"),
         1e-5,
-        60,
+        20,
         4,
     ),
 }
@@ -267,6 +268,16 @@ def draw(said: Said, path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
+SHOWN: tuple[tuple[str, float, str], ...] = (
+    *((arm, 2, "countdown") for arm in (BASE, "dapo", "greso")),
+    *((arm, 1, "countdown") for arm in ("thrifty", "thrifty-drafts")),
+    (BASE, 2, "chain"),
+    *((arm, 1, "chain") for arm in ("thrifty", "thrifty-drafts")),
+    ("thrifty-drafts-twice", 0.5, "chain"),
+)
+"""Arms at their best rates."""
+
+
 def arms() -> Iterator[Arm]:
     for task, each in TASKS.items():
         for arm, changes in METHODS.items():
@@ -283,7 +294,7 @@ def arms() -> Iterator[Arm]:
 FAMILY = Family(
     work="thrifty",
     arms=tuple(arms()),
-    default=(name_of(BASE, 2), name_of("greso", 2), name_of("thrifty", 1), name_of("thrifty-drafts", 1)),
+    default=tuple(name_of(*arm) for arm in SHOWN),
     collect=collect,
     tables=tables,
     draw=draw,

@@ -171,3 +171,16 @@ def test_sides_take_turns_in_changing_order_and_a_warm_round_does_not_count() ->
     rounds = in_turn({"a": side("a"), "b": side("b")}, 2, warm=True)
     assert asked == ["a", "b", "b", "a", "a", "b"]
     assert rounds == [{"a": 4, "b": 3}, {"a": 5, "b": 6}]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arm"),
+    [("thrifty", "thrifty-lr1"), ("chain-sum-thrifty", "chain-thrifty-drafts-twice-lr0.5")],
+)
+def test_a_recipe_is_the_arm_that_was_measured(recipe: str, arm: str) -> None:
+    measured = importlib.import_module("families.thrifty_claims").FAMILY.by_name()[arm]
+    configs = [
+        load_config(str(ROOT / "recipes" / f"{name}.yaml"), [*changes, "output_dir=runs/same"])
+        for name, changes in ((recipe, []), (measured.recipe, list(measured.overrides)))
+    ]
+    assert configs[0] == configs[1]
