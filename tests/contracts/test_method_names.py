@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,18 +27,20 @@ def methods() -> list[tuple[str, type]]:
     return [(name, cls) for key in KEYS for name, cls in TABLES[key].items()]
 
 
+@cache
+def said_in(text: str) -> tuple[set[tuple[str, str]], set[object]]:
+    """Names that a file imports, each with the last part of its module, and constants other than docstrings."""
+    nodes = [*ast.walk(ast.parse(text))]
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {((node.module or "").rpartition(".")[2], alias.name) for node in froms for alias in node.names}
+    return imported, {node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in docs}
+
+
 def knows(path: Path, name: str, cls: type) -> bool:
     """Whether a file imports the class, or has the name as a string of its own."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            same_module = (node.module or "").rpartition(".")[2] == cls.__module__.rpartition(".")[2]
-            if same_module and cls.__name__ in {alias.name for alias in node.names}:
-                return True
-        if isinstance(node, ast.Constant) and node.value == name and name not in WORDS and id(node) not in docs:
-            return True
-    return False
+    imported, constants = said_in(path.read_text(encoding="utf-8"))
+    return (cls.__module__.rpartition(".")[2], cls.__name__) in imported or (name in constants and name not in WORDS)
 
 
 @pytest.mark.parametrize(("name", "cls"), methods(), ids=lambda value: value if isinstance(value, str) else "")

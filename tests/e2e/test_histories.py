@@ -6,6 +6,8 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from winnow import Trainer
 from winnow.env.dataset import DatasetConfig
 from winnow.tasks.agents import with_agent
@@ -22,6 +24,7 @@ def test_an_agent_without_compaction_runs_out_of_its_context(example: Any, model
         assert set(db.execute("SELECT stop_reason, reward FROM rollouts")) == {("length", 0.0)}
 
 
+@pytest.mark.slow
 def test_an_agent_that_compacts_its_history_learns_to(example: Any, model: Path, tmp_path: Path) -> None:
     rows = example.train(model, example.compacting, tmp_path / "run", max_steps=100)
     assert_clean(tmp_path / "run")
@@ -30,6 +33,7 @@ def test_an_agent_that_compacts_its_history_learns_to(example: Any, model: Path,
     assert rows[-1]["segments/mean"] > 1
 
 
+@pytest.mark.slow
 def test_a_proposer_and_a_solver_learn(example: Any, model: Path, tmp_path: Path) -> None:
     rows = example.train(model, example.play, tmp_path / "run", max_steps=60)
     assert_clean(tmp_path / "run")

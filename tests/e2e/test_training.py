@@ -40,7 +40,7 @@ def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
     AutoTokenizer.from_pretrained(run / "model")
 
 
-SLOW_RESUMES = ("lora", "greso", "reprofiled", "lagged")
+SLOW_RESUMES = ("lora", "greso", "reprofiled", "lagged", "kl", "backoff", "drift")
 """`kl_in_reward` has the adapters and the penalty; compositions of everything in tests/pairs resume with the others."""
 RESUMES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -106,6 +106,7 @@ def _kill_samplers(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kill
     assert not samplers()
 
 
+@pytest.mark.slow
 def test_samplers_killed_at_random_moments(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _kill_samplers(config, monkeypatch, kills=2, least=1)
 

@@ -62,6 +62,7 @@ def test_a_processor_is_measured_as_far_as_it_can_be(
         assert f"\n{name} " in ended.output
 
 
+@pytest.mark.slow
 def test_a_gpu_is_measured(quick: None, model: str) -> None:
     """Memory of each phase within a tenth of what was predicted."""
     with PretendCuda() as gpu:

@@ -197,7 +197,7 @@ def judged(rewards: list[float]) -> tuple[Group, GroupKind]:
     return finished(Visit(0, 0, Prompt("p", 0, text="")), rewards), kind
 
 
-@pytest.mark.parametrize(("hard_size", "balanced"), [(None, False), (6, False), (6, True)])
+@pytest.mark.parametrize(("hard_size", "balanced"), [(None, False), (5, False), (5, True)])
 @pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo"])
 def test_stopping_keeps_the_direction_of_a_prompts_gradient(
     advantage: str, hard_size: int | None, balanced: bool
