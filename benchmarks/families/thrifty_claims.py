@@ -255,13 +255,15 @@ def draw(said: Said, path: Path) -> None:
 
     tasks = [Task(name, said["runs"]) for name in ("countdown", "chain")]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    color: dict[str, str] = {}
     for task, axis in zip(tasks, axes, strict=True):
         for arm, rate in task.rates.items():
             found = [run for run in task.of(arm, rate) if run["seed"] != TUNING]
             if len(found) > 1:
                 tokens = np.linspace(0, min(run["curve"][-1][1] for run in found), 60)
                 passed = [[at_tokens(curve, x) for x in tokens] for curve, _ in task.pairs(found)]
-                axis.plot(tokens / 1e6, np.mean(passed, axis=0), label=f"{arm} (n={len(passed)})")
+                line = color.setdefault(arm, f"C{len(color)}")
+                axis.plot(tokens / 1e6, np.mean(passed, axis=0), line, label=f"{arm} (n={len(passed)})")
         axis.set(title=task.name, xlabel="decoded tokens, millions", ylabel="held-out pass@1")
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
