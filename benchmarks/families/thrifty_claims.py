@@ -44,6 +44,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "greso": GRESO,
     "backoff": ("selector=backoff", *ROUNDS),
     "mopps": ("selector=thompson", *ROUNDS),
+    "mopps-small": ("selector=thompson", *ROUNDS, *SMALL),
     "speed-rl": (*ROUNDS, *PROBE),
     "pilot-commit": ("selector=backoff", *ROUNDS, "group_size={name: sequential, probe: 2}"),
     "reinforce-ada": (*ROUNDS, *HARD),
