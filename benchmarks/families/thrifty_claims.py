@@ -193,17 +193,22 @@ class Task:
                 passed.append((at_tokens(curve, tokens), at_tokens(base, tokens)))
             return t.text(t.paired_estimate(passed, False), "{:+.3f}")
 
-        def to(part: float) -> Callable[[list[Summary], list[Summary]], str]:
+        def to(level: Callable[[Curve, Curve], float], missing: str) -> Callable[[list[Summary], list[Summary]], str]:
+            """Tokens to a level of pass@1, given the arm's curve and the base's, as a share of the base's."""
+
             def cell(found: list[Summary], _: list[Summary]) -> str:
                 pairs = self.pairs(found)
-                costs = [tuple(t.cost_to(curve, part * pair[1][-1][3], "tokens") for curve in pair) for pair in pairs]
+                costs = [tuple(t.cost_to(curve, level(*pair), "tokens") for curve in pair) for pair in pairs]
                 there = [(own, base) for own, base in costs if own and base]
-                missed = (
-                    "" if len(there) == len(pairs) else f"; {len(pairs) - len(there)} of {len(pairs)} did not get there"
+                missed = len(pairs) - len(there)
+                return t.text(t.paired_estimate(there, True), t.TWO) + (
+                    f"; {missed} of {len(pairs)} did not get there{missing}" if missed else ""
                 )
-                return t.text(t.paired_estimate(there, True), t.TWO) + missed
 
             return cell
+
+        def of_base(part: float) -> Callable[[list[Summary], list[Summary]], str]:
+            return to(lambda _, base: part * base[-1][3], "")
 
         return [
             SEEDS,
@@ -212,9 +217,10 @@ class Task:
             t.mean("final pass@8", "deployed.pass@8"),
             t.mean("tokens", "tokens", "{:.2f}M", 1e-6),
             Column("pass@1 at equal tokens, less DAPO's", ahead),
-            Column("tokens to DAPO's final pass@1", to(1.0)),
-            Column("to 95% of it", to(0.95)),
-            Column("to 90% of it", to(0.9)),
+            Column("tokens to DAPO's final pass@1", of_base(1.0)),
+            Column("to 95% of it", of_base(0.95)),
+            Column("to 90% of it", of_base(0.9)),
+            Column("tokens to its own final pass@1", to(lambda own, _: own[-1][3], " with DAPO")),
         ]
 
 
