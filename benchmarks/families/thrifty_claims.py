@@ -112,8 +112,8 @@ TASKS = {
         "arithmetic-smollm2",
         (*DAPO_REFILL, "model=smollm2-135m", "threads=1", "eval_prompts=256", "eval_generations=2"),
         1e-5,
-        20,
-        4,
+        60,
+        6,
     ),
 }
 BASE = "dapo-fixed"
