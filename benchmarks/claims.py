@@ -80,7 +80,7 @@ def make_profile(arm: Arm, seed: int, work: Path) -> None:
 
 def train_arm(arm: Arm, family: Family, seed: int, work: Path, changes: Sequence[str]) -> None:
     """One run, resumed if it was begun, and its evaluation."""
-    from winnow.record.stop_conditions import RunStoppedError
+    from winnow.record.stop_conditions import OutOfMemoryError, RunStoppedError
     from winnow.run.standalone import evaluate_model
     from winnow.study.vote import vote_model
 
@@ -97,7 +97,7 @@ def train_arm(arm: Arm, family: Family, seed: int, work: Path, changes: Sequence
         with family.around(arm):
             train(run, arm.recipe, [*overrides, *family.prepare(work), *changes])
     except (RunStoppedError, FloatingPointError) as error:
-        if not family.may_stop:
+        if not family.may_stop or isinstance(error, OutOfMemoryError):
             raise
         claim["stopped"] = str(error)  # the last checkpoint has what it had come to
     claim["deployed"] = evaluate_model(str(run), dict(family.final))

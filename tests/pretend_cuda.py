@@ -363,7 +363,7 @@ class PretendCuda:
         self._patch(torch.cuda, "get_rng_state", lambda *a: torch.get_rng_state())
         self._patch(torch.cuda, "set_rng_state", lambda *a: None)
 
-    def _captured(self, step: Any) -> Any:
+    def _captured(self, step: Any, first: bool) -> Any:
         """In the place of a CUDA graph's replay: the step itself, which may not wait, as in a capture."""
 
         def replay() -> torch.Tensor:

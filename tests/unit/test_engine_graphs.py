@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.noise import noise_key
@@ -72,6 +73,36 @@ def test_new_weights_and_a_release_forget_all_graphs() -> None:
         assert not captured(engine)._graphs
         engine.load_weights(model.to("cuda").state_dict(), 1)
         assert answers(engine, asked) == expected
+
+
+def test_all_graphs_of_an_engine_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps a workspace of cuBLAS for every stream: 30 publishes took 0.9 GiB on an H100."""
+    model, streams, firsts = make_model("qwen3", seed=1), 0, []
+    with PretendCuda():
+        pretended = graphs.capturing
+
+        def counted(device: torch.device) -> graphs.Capture:
+            nonlocal streams
+            streams += 1
+            capture = pretended(device)
+
+            def noted(step: graphs.Replay, first: bool) -> graphs.Replay:
+                firsts.append(first)
+                return capture(step, first)
+
+            return noted
+
+        monkeypatch.setattr(graphs, "capturing", counted)
+        engine, state = engine_of(8, "cuda"), model.to("cuda").state_dict()
+        for version in range(1, 4):
+            answers(engine, requests(12, longest=20))
+            engine.release()
+            engine.load_weights(state, version)
+        answers(engine, requests(12, longest=20))
+        engine.release()
+    assert streams == 1
+    assert sum(firsts) == 4  # one pool for each set of weights
+    assert firsts[0]
 
 
 def test_shapes_are_rounded_up_by_an_eighth_at_most() -> None:

@@ -14,6 +14,7 @@ from .cache import GRAIN, Chunk, KVCache
 
 Step = Callable[[torch.Tensor, torch.Tensor, KVCache, list[Chunk]], torch.Tensor]
 Replay = Callable[[], torch.Tensor]
+Capture = Callable[[Replay, bool], Replay]
 MOST_GRAPHS = 64
 
 
@@ -25,6 +26,7 @@ class DecodeGraphs:
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._step, self._device = step, device
+        self._capture: Capture | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -32,7 +34,6 @@ class DecodeGraphs:
         self._mask: torch.Tensor | None = None
         self._seen: set[tuple[int, int]] = set()
         self._graphs: dict[tuple[int, int], Replay] = {}
-        self._capture: Callable[[Replay], Replay] | None = None
 
     def __call__(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]
@@ -50,21 +51,24 @@ class DecodeGraphs:
             tokens, positions = self._ints[:, :rows]
             self._capture = self._capture or capturing(self._device)
             self._graphs[rows, columns] = self._capture(
-                lambda: self._step(tokens, positions, cache, [Chunk(0, rows, columns)])
+                lambda: self._step(tokens, positions, cache, [Chunk(0, rows, columns)]), not self._graphs
             )
         self._ints[0, :n], self._ints[1, :n] = tokens_N, positions_N
         self._ints[:, n:rows] = 0
         return self._graphs[rows, columns]()[:n]
 
 
-def capturing(device: torch.device) -> Callable[[Replay], Replay]:
-    """Return a function that captures a step as a graph and returns its replay.
+def capturing(device: torch.device) -> Capture:
+    """Return a function that captures a step as a graph and returns its replay. Its second argument: no other is left.
 
-    Its graphs share memory, so they need one stream: the allocator and cuBLAS keep memory for each.
+    All graphs use one stream: PyTorch keeps a workspace of cuBLAS for every stream for good, 32 MiB each on Hopper.
     """
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-    def capture(step: Replay) -> Replay:
+    def capture(step: Replay, first: bool) -> Replay:
+        nonlocal pool
+        if first:  # a pool whose graphs are gone cannot be used again
+            pool = torch.cuda.graph_pool_handle()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
