@@ -156,7 +156,7 @@ class Task:
         self.rates = {arm: rate for arm in METHODS if (rate := self.best_rate(arm)) is not None}
         """The rate of each arm with the highest mean pass@1 over the tokens of its cheapest run, by the tuning seed.
 
-        Of the rates that were run on other seeds, if any. An arm that was run at one rate alone keeps it.
+        Of the rates with the most other seeds. An arm that was run at one rate alone keeps it.
         """
         base = self.of(BASE, self.rates[BASE]) if BASE in self.rates else []
         self.base = {run["seed"]: run["curve"] for run in base}
@@ -170,8 +170,9 @@ class Task:
             run_at = [rate for rate in RATES if self.of(arm, rate)]
             return run_at[0] if len(run_at) == 1 else None
         tokens = np.linspace(0, min(curve[-1][1] for curve in curves.values()), 200)
-        counted = [rate for rate in curves if any(run["seed"] != TUNING for run in self.of(arm, rate))]
-        return max(counted or curves, key=lambda rate: np.mean([at_tokens(curves[rate], t) for t in tokens]))
+        runs = {rate: len(self.of(arm, rate)) for rate in curves}
+        most = [rate for rate in curves if runs[rate] == max(runs.values())]
+        return max(most, key=lambda rate: np.mean([at_tokens(curves[rate], t) for t in tokens]))
 
     def pairs(self, found: list[Summary]) -> list[tuple[Curve, Curve]]:
         """Curves of runs, averaged over the tokens between two evaluations of the base, and the base's of their seed.
