@@ -262,8 +262,8 @@ def draw(said: Said, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tasks = [Task(name, said["runs"]) for name in ("countdown", "chain")]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    tasks = [Task(name, said["runs"]) for name in ("countdown", "chain", "smollm2")]
+    figure, axes = plt.subplots(1, len(tasks), figsize=(14, 4.2), constrained_layout=True)
     color: dict[str, str] = {}
     for task, axis in zip(tasks, axes, strict=True):
         for arm, rate in task.rates.items():
