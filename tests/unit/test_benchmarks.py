@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from winnow.config import load_config
+from winnow.record.stop_conditions import OutOfMemoryError, RunStoppedError
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -184,3 +185,25 @@ def test_a_recipe_is_the_arm_that_was_measured(recipe: str, arm: str) -> None:
         for name, changes in ((recipe, []), (measured.recipe, list(measured.overrides)))
     ]
     assert configs[0] == configs[1]
+
+
+def test_a_run_without_memory_is_not_a_finished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that stops as nothing teaches it counts, with its last checkpoint. One that lost its memory does not."""
+    claims = importlib.import_module("claims")
+    family = claims.load("thrifty")
+    arm = family.by_name()["chain-thrifty-lr1"]
+    claim = tmp_path / f"{arm.name}-s0" / "claim.json"
+
+    def ends_with(error: Exception) -> None:
+        def train(*args: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(claims, "train", train)
+        claims.train_arm(arm, family, 0, tmp_path, [])
+
+    monkeypatch.setattr("winnow.run.standalone.evaluate_model", lambda *args: {"pass@1": 0.5})
+    with pytest.raises(OutOfMemoryError):
+        ends_with(OutOfMemoryError("step 3: out of memory"))
+    assert not claim.exists()
+    ends_with(RunStoppedError("step 3: solved"))
+    assert json.loads(claim.read_text())["stopped"] == "step 3: solved"
