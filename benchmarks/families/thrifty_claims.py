@@ -282,7 +282,7 @@ def draw(said: Said, path: Path) -> None:
 SHOWN: tuple[tuple[str, float, str], ...] = (
     *((arm, 2, "countdown") for arm in (BASE, "dapo", "greso")),
     *((arm, 1, "countdown") for arm in ("thrifty", "thrifty-drafts")),
-    (BASE, 2, "chain"),
+    *((arm, 2, "chain") for arm in (BASE, "dapo")),
     *((arm, 1, "chain") for arm in ("thrifty", "thrifty-drafts")),
     ("thrifty-drafts-twice", 0.5, "chain"),
 )
