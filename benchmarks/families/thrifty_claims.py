@@ -156,7 +156,7 @@ class Task:
         self.rates = {arm: rate for arm in METHODS if (rate := self.best_rate(arm)) is not None}
         """The rate of each arm with the highest mean pass@1 over the tokens of its cheapest run, by the tuning seed.
 
-        Of the rates with the most other seeds. An arm that was run at one rate alone keeps it.
+        Only the rates that were run with the most seeds count. An arm that was run at one rate alone keeps it.
         """
         base = self.of(BASE, self.rates[BASE]) if BASE in self.rates else []
         self.base = {run["seed"]: run["curve"] for run in base}
