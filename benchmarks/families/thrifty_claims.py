@@ -33,6 +33,7 @@ SMALL = ("prompts_per_step=8",)
 HARD = ("group_size={name: sequential, probe: 4, hard_size: 16}",)
 KNAPSACK = ("group_size={name: allocate, value: knapsack}",)
 DRAFTS = ("speculative={epochs: 4}",)
+LINEAR = ("lr_scheduler_type=linear",)
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
 """Knows every pass rate: all prompts are rolled out 16 times every 100 steps, which costs it nothing here."""
 METHODS: dict[str, tuple[str, ...]] = {
@@ -41,6 +42,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dapo-small": (*FIXED, *SMALL),
     "dapo-small-drafts-twice": (*SMALL, *DRAFTS, *TWICE, *CLIP),
     "dapo-fixed-drafts": (*FIXED, *DRAFTS),
+    "dapo-fixed-linear": (*FIXED, *LINEAR),
     "greso": GRESO,
     "backoff": ("selector=backoff", *ROUNDS),
     "mopps": ("selector=thompson", *ROUNDS),
@@ -60,7 +62,10 @@ METHODS: dict[str, tuple[str, ...]] = {
     "bayes-reuse-4-probe": (*BAYES, *REUSE, *CLIP, *PROBE),
     "thrifty": (*BAYES, *SMALL),
     "thrifty-drafts": (*BAYES, *SMALL, *DRAFTS),
+    "thrifty-linear": (*BAYES, *SMALL, *LINEAR),
+    "thrifty-drafts-linear": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
     "thrifty-drafts-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
+    "thrifty-drafts-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
     "thrifty-4": (*BAYES, "prompts_per_step=4"),
     "thrifty-knapsack": (*BAYES, *SMALL, *KNAPSACK),
     "oracle": (*ORACLE, *SMALL),

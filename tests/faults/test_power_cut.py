@@ -18,7 +18,7 @@ from .power_cut import FOLDER, Note, Operation, Sync, Write, cut, library, recor
 
 SQLITE = library()
 pytestmark = pytest.mark.skipif(SQLITE is None, reason="SQLite is built into this Python")
-STEPS, CUTS = 40, 400
+STEPS = 40
 
 
 def operations(folder: Path) -> list[Operation]:
@@ -63,12 +63,13 @@ def problems(folder: Path, log: list[Operation], cuts: int) -> list[str]:
     return found
 
 
-def test_what_was_marked_is_there_after_any_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cuts", [100, pytest.param(400, marks=pytest.mark.slow)])
+def test_what_was_marked_is_there_after_any_cut(tmp_path: Path, cuts: int) -> None:
     (tmp_path / "cut").mkdir()
     (tmp_path / "run").mkdir()
     log = operations(tmp_path / "run")
     assert sum(isinstance(operation, Write) for operation in log) > 500
-    assert problems(tmp_path / "cut", log, CUTS) == []
+    assert problems(tmp_path / "cut", log, cuts) == []
 
 
 def test_a_cut_takes_away_what_was_not_synced(tmp_path: Path) -> None:

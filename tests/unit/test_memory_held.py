@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.pretend_cuda import PretendCuda
+from winnow.base.memory import heap_frozen
 from winnow.base.weights import save_tensors
 from winnow.config import ConfigError, name_of
 from winnow.engine import LocalEngine, Request, SamplingParams
@@ -184,3 +187,23 @@ def test_tensors_are_saved_as_safetensors_saves_them(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "theirs")
     save_tensors({**tensors, "mask": torch.ones(7, 2, dtype=torch.bool)[:, 0]}, tmp_path / "ours")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_a_heap_that_the_caller_has_frozen_stays_frozen() -> None:
+    frozen = gc.get_freeze_count()
+    assert frozen, "conftest.py froze it"
+    with heap_frozen():
+        assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() == frozen
+
+
+def test_a_heap_is_frozen_only_as_long_as_asked() -> None:
+    """In a process of its own: to unfreeze is to unfreeze everything."""
+    lines = [
+        "import gc",
+        "from winnow.base.memory import heap_frozen",
+        "with heap_frozen():",
+        "    assert gc.get_freeze_count() > 1000",
+        "assert gc.get_freeze_count() == 0",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -106,8 +106,8 @@ class Bench:
 
     def timed(self, work: Callable[[], Any], phase: str = "") -> float:
         """Return the seconds of `work`; record its peak GPU memory under `phase`."""
-        gc.collect()
         if on_gpu := self.device.type == "cuda":
+            gc.collect()  # of cycles that hold tensors of an earlier phase
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
