@@ -62,7 +62,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "bayes-reuse-4-probe": (*BAYES, *REUSE, *CLIP, *PROBE),
     "thrifty": (*BAYES, *SMALL),
     "thrifty-drafts": (*BAYES, *SMALL, *DRAFTS),
-    "thrifty-linear": (*BAYES, *SMALL, *LINEAR),
     "thrifty-drafts-linear": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
     "thrifty-drafts-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
@@ -122,6 +121,11 @@ TASKS = {
     ),
 }
 BASE = "dapo-fixed"
+BASES = (BASE, "dapo-fixed-linear", "dapo")
+COMPARED = (
+    *("thrifty", "thrifty-drafts", "thrifty-drafts-twice", "thrifty-drafts-twice-linear"),
+    *("dapo", "dapo-fixed-linear"),
+)
 
 
 def name_of(arm: str, rate: float, task: str = "countdown") -> str:
@@ -149,6 +153,7 @@ def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
     return said | {"runs": t.merged(said.get("runs", {}), new, list(FAMILY.by_name()))}
 
 
+Cell = Callable[[list[Summary], list[Summary]], str]
 Curve = list[list[float]]
 """Step, decoded tokens, rollouts and held-out pass@1 of each evaluation."""
 
@@ -156,15 +161,15 @@ Curve = list[list[float]]
 class Task:
     """The runs of one task, and the tuned base that they are compared with."""
 
-    def __init__(self, name: str, runs: Figures) -> None:
+    def __init__(self, name: str, runs: Figures, base: str = BASE) -> None:
         self.name, self.runs = name, runs
         self.rates = {arm: rate for arm in METHODS if (rate := self.best_rate(arm)) is not None}
         """The rate of each arm with the highest mean pass@1 over the tokens of its cheapest run, by the tuning seed.
 
         Only the rates that were run with the most seeds count. An arm that was run at one rate alone keeps it.
         """
-        base = self.of(BASE, self.rates[BASE]) if BASE in self.rates else []
-        self.base = {run["seed"]: run["curve"] for run in base}
+        self.base_runs = self.of(base, self.rates[base]) if base in self.rates else []
+        self.base = {run["seed"]: run["curve"] for run in self.base_runs}
 
     def of(self, arm: str, rate: float) -> list[Summary]:
         return self.runs.get(name_of(arm, rate, self.name), [])
@@ -192,42 +197,53 @@ class Task:
                 paired.append((smoothed(run["curve"], base[-1][1] / (len(base) - 1) / 2), base))
         return paired
 
+    def ahead(self, found: list[Summary], _: list[Summary]) -> str:
+        passed = []
+        for curve, base in self.pairs(found):
+            tokens = min(curve[-1][1], base[-1][1])
+            passed.append((at_tokens(curve, tokens), at_tokens(base, tokens)))
+        return t.text(t.paired_estimate(passed, False), "{:+.3f}")
+
+    def to(self, level: Callable[[Curve, Curve], float], missing: str = "") -> Cell:
+        """Tokens to a level of pass@1, given the arm's curve and the base's, as a share of the base's."""
+
+        def cell(found: list[Summary], _: list[Summary]) -> str:
+            pairs = self.pairs(found)
+            costs = [tuple(t.cost_to(curve, level(*pair), "tokens") for curve in pair) for pair in pairs]
+            there = [(own, base) for own, base in costs if own and base]
+            missed = len(pairs) - len(there)
+            return t.text(t.paired_estimate(there, True), t.TWO) + (
+                f"; {missed} of {len(pairs)} did not get there{missing}" if missed else ""
+            )
+
+        return cell
+
+    def to_base(self, part: float) -> Cell:
+        return self.to(lambda _, base: part * base[-1][3])
+
     def columns(self) -> list[Column]:
-        def ahead(found: list[Summary], _: list[Summary]) -> str:
-            passed = []
-            for curve, base in self.pairs(found):
-                tokens = min(curve[-1][1], base[-1][1])
-                passed.append((at_tokens(curve, tokens), at_tokens(base, tokens)))
-            return t.text(t.paired_estimate(passed, False), "{:+.3f}")
-
-        def to(level: Callable[[Curve, Curve], float], missing: str) -> Callable[[list[Summary], list[Summary]], str]:
-            """Tokens to a level of pass@1, given the arm's curve and the base's, as a share of the base's."""
-
-            def cell(found: list[Summary], _: list[Summary]) -> str:
-                pairs = self.pairs(found)
-                costs = [tuple(t.cost_to(curve, level(*pair), "tokens") for curve in pair) for pair in pairs]
-                there = [(own, base) for own, base in costs if own and base]
-                missed = len(pairs) - len(there)
-                return t.text(t.paired_estimate(there, True), t.TWO) + (
-                    f"; {missed} of {len(pairs)} did not get there{missing}" if missed else ""
-                )
-
-            return cell
-
-        def of_base(part: float) -> Callable[[list[Summary], list[Summary]], str]:
-            return to(lambda _, base: part * base[-1][3], "")
-
         return [
             SEEDS,
             t.mean("final pass@1", "pass@1"),
             t.mean("best on the way", "best"),
             t.mean("final pass@8", "deployed.pass@8"),
             t.mean("tokens", "tokens", "{:.2f}M", 1e-6),
-            Column("pass@1 at equal tokens, less DAPO's", ahead),
-            Column("tokens to DAPO's final pass@1", of_base(1.0)),
-            Column("to 95% of it", of_base(0.95)),
-            Column("to 90% of it", of_base(0.9)),
-            Column("tokens to its own final pass@1", to(lambda own, _: own[-1][3], " with DAPO")),
+            Column("pass@1 at equal tokens, less DAPO's", self.ahead),
+            Column("tokens to DAPO's final pass@1", self.to_base(1.0)),
+            Column("to 95% of it", self.to_base(0.95)),
+            Column("to 90% of it", self.to_base(0.9)),
+            Column("tokens to its own final pass@1", self.to(lambda own, _: own[-1][3], " with DAPO")),
+        ]
+
+    def paired_columns(self) -> list[Column]:
+        return [
+            SEEDS,
+            t.ratio("decoded tokens", "tokens"),
+            t.difference("final pass@1", "pass@1"),
+            t.difference("over 8 answers", "deployed.pass@1"),
+            t.difference("final pass@8", "deployed.pass@8"),
+            Column("pass@1 at equal tokens", self.ahead),
+            Column("tokens to 95% of its final pass@1", self.to_base(0.95)),
         ]
 
 
@@ -257,7 +273,22 @@ def tables(said: Said) -> dict[str, str]:
         for table, rows in ((f"rates-{name}", tuning), (f"thrifty-{name}", counted)):
             if shown := {arm: found for arm, found in rows.items() if found}:
                 made[table] = t.table_of(shown, task.columns())
-    return made
+    return made | {"thrifty-against": against(said["runs"])}
+
+
+def against(runs: Figures) -> str:
+    """Arms and the bases that they are paired with, by seed; ratios and differences to the base."""
+    rows = []
+    for task in TASKS:
+        for base in BASES:
+            pairs = Task(task, runs, base)
+            columns = pairs.paired_columns()
+            for arm in COMPARED if pairs.base else ():
+                found = pairs.of(arm, pairs.rates[arm]) if arm != base and arm in pairs.rates else []
+                if found := [run for run in found if run["seed"] != TUNING and run["seed"] in pairs.base]:
+                    names = [name_of(name, pairs.rates[name], task) for name in (arm, base)]
+                    rows.append([*names, *(column.cell(found, pairs.base_runs) for column in columns)])
+    return t.markdown(["arm", "compared with", *(column.head for column in columns)], rows)
 
 
 def draw(said: Said, path: Path) -> None:
