@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from winnow.record.ledger import Ledger
 from winnow.sampler.pool import SamplerPool
 
 from .. import parity
+from .runs import metrics_so_far
 
 ray = pytest.importorskip("ray")
 
@@ -50,9 +50,7 @@ def config(tiny_config: dict[str, Any], cluster: Any) -> dict[str, Any]:
 
 def rows(config: dict[str, Any]) -> list[dict[str, float]]:
     """Of steps; before the first there may be an evaluation."""
-    path = Path(config["output_dir"], "metrics.jsonl")
-    found = map(json.loads, path.read_text().splitlines()) if path.exists() else []
-    return [row for row in found if row["step"] > 0]
+    return [row for row in metrics_so_far(Path(config["output_dir"])) if row["step"] > 0]
 
 
 def assert_clean(config: dict[str, Any]) -> None:

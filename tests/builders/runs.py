@@ -43,10 +43,22 @@ def fingerprint(run: Path) -> dict[str, Any]:
     """Hashes of weights, optimizer and ledger, and the metrics without wall-clock ones."""
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
     hashes = {str(p.relative_to(last)): hashlib.sha256(p.read_bytes()).hexdigest() for p in last.rglob("*.safetensors")}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     metrics = [{k: v for k, v in m.items() if not k.startswith(WALL_CLOCK)} for m in lines]
     with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
         return {"weights": hashes, "metrics": metrics, "ledger": ledger.digest()}
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    """Rows of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def metrics_so_far(run: Path) -> list[dict[str, float]]:
+    """Of a run that goes on: no rows before its first, nor one that is half written."""
+    file = run / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def assert_clean(run: Path) -> None:

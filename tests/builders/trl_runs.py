@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from trl import GRPOConfig
 
 from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.ledger import Ledger
+
+from .runs import metrics_of
 
 G, PROMPTS = 4, 4
 
@@ -51,7 +52,7 @@ def settings(out: Path, **more: Any) -> GRPOConfig:
 
 
 def metrics(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "winnow" / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(out / "winnow")
 
 
 def proven(out: Path) -> dict[str, dict[str, float]]:

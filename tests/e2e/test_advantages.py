@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,7 @@ from winnow import ConfigError, Trainer
 from winnow.run.plan import plan
 from winnow.study.compare_data import read_run_data
 
-from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
-
-
-def metrics_of(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+from ..builders.runs import _train_until, assert_clean, fingerprint, metrics_of, resume, train
 
 
 @pytest.mark.parametrize("advantage", [{"name": "max_at_k", "k": 2}, {"name": "max_at_k", "k": 4}, "reinforce_pp"])

@@ -13,7 +13,7 @@ import pytest
 from winnow import Trainer
 
 from ..builders.agents import agent_config
-from ..builders.runs import assert_clean, fingerprint
+from ..builders.runs import assert_clean, fingerprint, metrics_of
 from ..builders.tokenizers import chat_model  # noqa: F401
 
 
@@ -26,7 +26,7 @@ def test_it_trains_and_a_resume_goes_on_exactly(config: dict[str, Any], tmp_path
     Trainer(config=config).train()
     run = Path(config["output_dir"])
     assert_clean(run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     assert any(row.get("reward") not in (None, 0.0, 1.0) for row in rows)
     assert any(1 < row.get("segments/mean", 1) < 2 for row in rows)
     other = tmp_path / "other"

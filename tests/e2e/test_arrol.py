@@ -15,7 +15,7 @@ from winnow.cli.main import app
 from winnow.config import ConfigError, validate
 from winnow.methods.gate.arrol.head import FILE, HeadWeights
 
-from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
+from ..builders.runs import _train_until, assert_clean, fingerprint, metrics_of, resume, train
 
 ARROL = {"name": "arrol", "at": 3, "cold_start": 1, "min_survivors": 1}
 
@@ -53,7 +53,7 @@ def test_weights_change_the_update_and_survival_is_in_the_metrics(tiny_config: d
         run = tmp_path / str(unbiased)
         train(tiny_config | {"gates": [ARROL | {"unbiased": unbiased, "min_survivors": 2}], "output_dir": str(run)})
         found.append(fingerprint(run))
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
+        rows = metrics_of(run)[1:]
         assert rows[0]["gate/arrol/keep_rate"] == 1
         assert rows[-1]["gate/arrol/keep_rate"] < 1
     assert found[0] != found[1]

@@ -20,7 +20,7 @@ from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
 
 from .. import parity
-from ..builders.runs import assert_clean
+from ..builders.runs import assert_clean, metrics_of, metrics_so_far
 from ..builders.samplers import process_of
 
 REWARD = f"{parity.__file__}:parity_reward"
@@ -52,17 +52,13 @@ def lags(run: Path) -> list[int]:
         return [row[0] for row in db.execute(query)]
 
 
-def metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_sampler_goes_on_while_the_learner_works(config: dict[str, Any], children: list[SamplerHandle]) -> None:
     run = Path(config["output_dir"])
     Trainer(config=config).train()
     assert_clean(run)
     assert len(lags(run)) == 8 * 16
     assert 0 < max(lags(run)) <= 2
-    found = {name: value for row in metrics(run) for name, value in row.items()}
+    found = {name: value for row in metrics_of(run) for name, value in row.items()}
     assert {
         "idle/learner",
         "idle/sampler",
@@ -105,7 +101,7 @@ def test_what_else_a_run_may_ask_for(options: dict[str, Any], config: dict[str, 
     Trainer(config=config | options | {"max_steps": 4}).train()
     assert_clean(Path(config["output_dir"]))
     assert len(lags(Path(config["output_dir"]))) == 4 * 16
-    ratios = [row["ess_ratio"] for row in metrics(Path(config["output_dir"])) if "ess_ratio" in row]
+    ratios = [row["ess_ratio"] for row in metrics_of(Path(config["output_dir"])) if "ess_ratio" in row]
     assert len(ratios) == 4
     assert min(ratios) > 0.5, "the samplers have the learner's weights"
 
@@ -140,7 +136,7 @@ def test_a_killed_sampler_is_replaced_and_its_groups_are_launched_again(
     run = Path(config["output_dir"])
 
     def kill_the_first() -> None:
-        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
+        while len(metrics_so_far(run)) < 3:
             time.sleep(0.01)
         os.kill(process_of(children[0]).pid, signal.SIGKILL)
 
@@ -151,7 +147,7 @@ def test_a_killed_sampler_is_replaced_and_its_groups_are_launched_again(
     assert_clean(run)
     assert len(lags(run)) == 30 * 16
     assert max(lags(run)) <= 2
-    assert sum(m.get("sampler/restarts", 0) for m in metrics(run)) == 1
+    assert sum(m.get("sampler/restarts", 0) for m in metrics_of(run)) == 1
     assert len(children) == 2
 
 
@@ -160,7 +156,7 @@ def test_a_sampler_that_is_stopped_is_taken_for_stuck(config: dict[str, Any], ch
     run = Path(config["output_dir"])
 
     def stop_the_first() -> None:
-        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
+        while len(metrics_so_far(run)) < 3:
             time.sleep(0.01)
         os.kill(process_of(children[0]).pid, signal.SIGSTOP)
 
@@ -170,7 +166,7 @@ def test_a_sampler_that_is_stopped_is_taken_for_stuck(config: dict[str, Any], ch
     Trainer(config=config | {"max_steps": 30, "eval_steps": None} | changes).train()
     thread.join(10)
     assert_clean(run)
-    assert sum(m.get("sampler/restarts", 0) for m in metrics(run)) >= 1
+    assert sum(m.get("sampler/restarts", 0) for m in metrics_of(run)) >= 1
 
 
 def test_samplers_that_keep_dying_end_the_run_with_their_last_words(
@@ -193,7 +189,7 @@ def test_a_sampler_does_not_start_on_other_data_than_the_learner(
     run = Path(config["output_dir"])
 
     def change_the_data() -> None:
-        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
+        while not metrics_so_far(run):
             time.sleep(0.01)
         data.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
         os.kill(process_of(children[0]).pid, signal.SIGKILL)
@@ -213,7 +209,7 @@ def test_rules_of_gates_are_asked_where_it_samples_and_learn_here(config: dict[s
     with sqlite3.connect(run / "ledger.sqlite") as db:
         pruned = db.execute("SELECT COUNT(*) FROM rollouts WHERE fate = 'pruned'").fetchone()[0]
     assert pruned
-    rows = metrics(run)
+    rows = metrics_of(run)
     assert sum(row.get("gate/arrol/asked", 0) for row in rows) > 0
     assert rows[-1]["audit/arrol/removed"] > 0
     assert [row["gate/arrol/cold"] for row in rows[:3]] == [1.0, 1.0, 0.0]
@@ -255,7 +251,7 @@ def test_an_interrupted_run_goes_on_with_what_was_in_flight(config: dict[str, An
         trainer = Trainer.resume(run) if (run / "config.json").exists() else Trainer(config=config)
 
         def stop(line: int = stop_at, trainer: Trainer = trainer) -> None:
-            while not (run / "metrics.jsonl").exists() or len(metrics(run)) <= line:
+            while len(metrics_so_far(run)) <= line:
                 time.sleep(0.005)
             trainer.stop()
 

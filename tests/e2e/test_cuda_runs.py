@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from winnow.config import ConfigError
 from winnow.engine.local.cache import KVCache
 from winnow.record.stop_conditions import OutOfMemoryError
 from winnow.run.trainer import Trainer
+
+from ..builders.runs import metrics_of
 
 RUNS: dict[str, dict[str, Any]] = {
     "greso": {"selector": "greso", "filter": "zero_variance", "rollout_batch": "adaptive", "max_lag": 1},
@@ -55,7 +56,7 @@ def test_a_run_and_its_resume_stay_on_the_device(name: str, tiny_config: dict[st
         resumed.train()
         assert all(tensor.is_cuda for tensor in resumed.learner.weights().state_dict().values())
     assert gpu is None or not gpu.mixed, gpu and gpu.report()
-    lines = [json.loads(line) for line in (Path(values["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(Path(values["output_dir"]))
     peaks = [line["gpu/peak_memory_gib"] for line in lines if "gpu/peak_memory_gib" in line]
     assert len(peaks) == 2
     assert all(peak > 0 for peak in peaks)
@@ -66,7 +67,7 @@ def test_steps_stay_on_the_device_and_none_holds_more_than_those_before(tiny_con
     values = tiny_config | SMALL | {"device": "cuda", "max_steps": 8, "eval_steps": None, "filter": "keep_all"}
     with nullcontext() if torch.cuda.is_available() else PretendCuda():
         Trainer(config=values, reward_funcs=[coin]).train()
-    lines = [json.loads(line) for line in (Path(values["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(Path(values["output_dir"]))
     held = [line["gpu/memory_gib"] for line in lines if "gpu/memory_gib" in line]
     assert len(held) == 8
     assert max(held[4:]) < max(held[:4]) + 0.016, held

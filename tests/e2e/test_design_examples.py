@@ -15,7 +15,7 @@ from winnow import Trainer
 from winnow.config import ConfigError
 
 from .. import parity
-from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
+from ..builders.runs import _train_until, assert_clean, fingerprint, metrics_of, resume, train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -41,10 +41,6 @@ def config(tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monk
 def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
     with sqlite3.connect(run / "ledger.sqlite") as db:
         return db.execute(query).fetchall()
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def trained_twice(config: dict[str, Any], tmp_path: Path) -> Path:
@@ -84,7 +80,7 @@ def test_a_filter_with_state(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "scores.py").write_text(SCORES)
     chosen = {"filter": {"name": "rising.py:Rising", "decay": 0.2}, "reward_funcs": ["scores.py:scores"]}
     run = trained_twice(config | chosen, tmp_path)
-    levels = [row["rising/level"] for row in metrics(run)]
+    levels = [row["rising/level"] for row in metrics_of(run)]
     assert levels[0] == 0 < levels[1]
     reasons = [reason for (reason,) in rows(run, "SELECT reason FROM outcomes WHERE fate = 'filtered'")]
     assert all(re.fullmatch(r"mean reward [\d.]+ < [\d.]+", reason) for reason in reasons)
@@ -138,7 +134,7 @@ def test_a_gate(config: dict[str, Any], tmp_path: Path) -> None:
     assert pruned
     assert all(re.fullmatch(r"hesitant: -[\d.]+ nats a token", reason) for _, reason, _ in pruned)
     assert {tokens for *_, tokens in pruned} == {2}
-    steps = metrics(run)
+    steps = metrics_of(run)
     assert [row["gate/Hesitant/asked"] > 0 for row in steps] == [True] * 3
     assert steps[0]["gate/Hesitant/floor"] == -1e9, "nothing is stopped before it has learned"
     assert -10 < steps[1]["gate/Hesitant/floor"] < 0
@@ -170,7 +166,7 @@ def test_a_selector(config: dict[str, Any], tmp_path: Path) -> None:
 def test_an_engine(config: dict[str, Any], tmp_path: Path) -> None:
     config |= {"eval_steps": 2, "engine": "plain_engine.py:Plain"}
     run = trained_twice(config, tmp_path)
-    assert "eval/pass@1" in metrics(run)[-1]
+    assert "eval/pass@1" in metrics_of(run)[-1]
     tokens = rows(run, "SELECT tokens FROM rollouts ORDER BY visit, sibling")
     train(config | {"engine": "local", "output_dir": str(tmp_path / "local")})
     assert rows(tmp_path / "local", "SELECT tokens FROM rollouts ORDER BY visit, sibling") == tokens, "same noise"
@@ -218,7 +214,7 @@ def test_a_channel(config: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert_clean(run)
     assert len(rows(run, "SELECT 1 FROM rollouts WHERE fate = 'trained'")) == 3 * 16
-    assert {"idle/learner", "idle/sampler"} <= {name for row in metrics(run) for name in row}
+    assert {"idle/learner", "idle/sampler"} <= {name for row in metrics_of(run) for name in row}
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("(_run)")]
     assert threading.active_count() <= before + 1
     assert not (run / ".weights").exists()

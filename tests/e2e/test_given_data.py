@@ -10,6 +10,7 @@ import pytest
 
 from winnow import ConfigError, Trainer
 
+from ..builders.runs import metrics_of
 from ..parity import parity_reward
 
 ROWS = [{"prompt": f"{a} {b} 2", "answer": a} for a in range(1, 5) for b in range(1, 4)]
@@ -21,7 +22,7 @@ def config(tiny_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def losses(run: Path) -> list[tuple[float, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     return [(m["reward"], m["loss"]) for m in lines if "loss" in m]
 
 

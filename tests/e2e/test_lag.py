@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from winnow.base.noise import noise_key
 from winnow.rollout.evaluate import evaluate
 from winnow.sampler.in_process import KEPT, LAG_STREAM
 
-from ..builders.runs import assert_clean, fingerprint, train
+from ..builders.runs import assert_clean, fingerprint, metrics_of, train
 from ..parity import parity_reward
 
 STEPS = 6
@@ -62,7 +61,7 @@ def test_evaluations_are_of_the_newest_weights(tiny_config: dict[str, Any], tmp_
     tiny_config |= {"learning_rate": 3e-3, "eval_prompts": 8, "eval_generations": 8}
     train(tiny_config | {"max_lag": 3})
     run = Path(tiny_config["output_dir"])
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     config = tiny_config | {"model": str(run / "model"), "output_dir": str(tmp_path / "again")}
     last = Trainer(config=config, reward_funcs=parity_reward)
     prompts = last.task.test[: tiny_config["eval_prompts"]]

@@ -19,6 +19,7 @@ from winnow.record.stop_conditions import RunStoppedError
 from winnow.tasks.countdown import CountdownConfig
 
 from ..builders.commands import winnow
+from ..builders.runs import metrics_of
 from ..builders.watchdogs import run
 from ..parity import parity_reward
 
@@ -195,7 +196,7 @@ def test_a_correction_that_leaves_out_every_token(tiny_config: dict[str, Any], b
     said = run(config)
     assert [*said] == [1]
     assert "the step trained nothing: the correction left out every token" in said[1]
-    rows = [json.loads(line) for line in (Path(config["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(Path(config["output_dir"]))
     assert [row["correction/masked_share"] for row in rows] == [1.0, 1.0]
 
 

@@ -19,7 +19,7 @@ from winnow.study.compare import compare
 from winnow.study.compare_data import methods_of, read_run_data
 from winnow.types import Group, GroupKind, Verdict
 
-from ..builders.runs import CARRYING, assert_clean
+from ..builders.runs import CARRYING, assert_clean, metrics_of
 
 
 def _solved(completions: list[str], **columns: object) -> list[float]:
@@ -102,7 +102,7 @@ def test_a_solved_task_is_a_success(tiny_config: dict[str, Any], solved_from: in
         runs.append(run)
         found = Trainer(config=tiny_config | MANY | {"output_dir": str(run), "seed": seed}, reward_funcs=half).train()
         assert found["step"] == at + 3
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = metrics_of(run)
         assert rows[-1]["step"] == found["step"]
         assert rows[-1]["eval/pass@1"] == found["eval/pass@1"]
         assert (run / "model" / "config.json").exists()
@@ -182,7 +182,7 @@ def test_no_signal_anywhere_skips_updates_and_says_so(tiny_config: dict[str, Any
     config = tiny_config | {"filter": {"name": "zero_variance", "refill": False}, "eval_steps": None}
     Trainer(config=config, reward_funcs=lambda completions, **_: [0.0] * len(completions)).train()
     run = Path(config["output_dir"])
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     assert [m["updated"] for m in lines] == [0.0] * 4
     assert_clean(run)
 

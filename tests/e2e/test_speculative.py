@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,14 @@ from safetensors.numpy import load_file
 from winnow import ConfigError, Trainer
 from winnow.sampler.drafts import Drafts
 
-from ..builders.runs import CARRYING, assert_clean, train
+from ..builders.runs import CARRYING, assert_clean, metrics_of, train
 
 REWARDS = Path(__file__).resolve().parent.parent / "parity.py"
 SPECULATIVE = CARRYING | {"speculative": {"epochs": 8}, "max_steps": 6}
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     return [line for line in lines if "loss" in line]
 
 

@@ -17,6 +17,8 @@ from winnow.study.compare_data import read_run_data
 from winnow.study.pass_rates import profile_model
 from winnow.study.report import report_data, write_report
 
+from ..builders.runs import metrics_of
+
 FILTERED = {"filter": {"name": "zero_variance", "max_refill_rounds": 2}, "max_steps": 50, "eval_steps": None}
 EVALUATED = {"max_steps": 1, "eval_steps": 1, "eval_prompts": 2, "eval_generations": 2}
 FILES = """
@@ -44,7 +46,7 @@ def penalised(completions: list[str], **_: Any) -> list[float]:
 
 
 def rows_of(run: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(Path(run))
 
 
 def warnings_of(run: str) -> list[str]:

@@ -18,6 +18,8 @@ from winnow.config import validate
 from winnow.record import trackers
 from winnow.record.trackers import TRACKERS, Trackers, check_trackers
 
+from ..builders.runs import metrics_of
+
 NAMES = list(TRACKERS)
 
 
@@ -113,7 +115,7 @@ def test_a_run_and_its_resume(tiny_config: dict[str, Any], tmp_path: Path, monke
         trainer.step()  # is reported, and rolled back by the resume
     Trainer.resume(run, reward_funcs=parity_reward).train()
 
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert_same(of_tensorboard(run), lines, rel=1e-6)  # float32
     rows, known = of_wandb(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sqlite3
@@ -15,7 +14,7 @@ import pytest
 from winnow import Trainer
 from winnow.run.checkpoint import CheckpointError
 
-from ..builders.runs import CARRYING, _train_until, assert_clean, fingerprint, resume, train
+from ..builders.runs import CARRYING, _train_until, assert_clean, fingerprint, metrics_of, resume, train
 
 OPOB = {"advantage": "opob", "policy_loss": "plain"}
 SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
@@ -28,7 +27,7 @@ def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
     assert {"config.json", "ledger.sqlite", "metrics.jsonl", "samples.jsonl", "model", "checkpoints"} <= set(
         os.listdir(run)
     )
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     assert [m["step"] for m in lines] == [0, 1, 2, 3, 4]
     assert [m["step"] for m in lines if "eval/pass@1" in m] == [0, 2, 4]
     for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/parity_reward/mean", "entropy", "grad_norm"):
@@ -95,7 +94,7 @@ def test_a_penalty_in_the_reward_is_seen_by_advantages_alone(tiny_config: dict[s
         run = tmp_path / name
         methods = {"filter": {"name": "zero_variance", "refill": False}, "advantage": "rloo", "max_steps": 2}
         train(tiny_config | methods | options | {"output_dir": str(run), "learning_rate": 5e-3})
-        found.append([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:])
+        found.append(metrics_of(run)[1:])
         assert_clean(run)
     without, with_ = found
     for key in ("reward", "reward_std", "frac_reward_zero_std", "groups/effective", "rows"):
@@ -252,7 +251,7 @@ def test_rewards_see_the_trainer_state_and_log_metrics(
     exec(LOGGING_REWARD, namespace)
     spec = f"{tmp_path / 'logging_reward.py'}:logging_reward" if by_name else namespace["logging_reward"]
     Trainer(config=tiny_config | {"eval_steps": None, "max_steps": 3}, reward_funcs=spec).train()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     assert [m["seen_step"] for m in lines] == [0, 1, 2], "the step under way"
 
 

@@ -20,7 +20,7 @@ from winnow import ConfigError, Trainer
 from winnow.record.ledger import Ledger
 from winnow.study.report import write_report
 
-from ..builders.runs import WALL_CLOCK, assert_clean, fingerprint
+from ..builders.runs import WALL_CLOCK, assert_clean, fingerprint, metrics_of
 from .variants import PROFILE, Settings
 from .world import World
 
@@ -118,7 +118,7 @@ def check(place: Place, settings: Settings, kill_after: int) -> Outcome:
 def examine(run: Path, config: Settings) -> Outcome:
     """Raises AssertionError unless ledger, metrics and weights of a finished run are sound and agree."""
     assert_clean(run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     for row in rows:
         wrong = {k: v for k, v in row.items() if not isinstance(v, int | float) or not math.isfinite(v)}
         assert not wrong, f"metrics of step {row['step']} are not finite: {wrong}"

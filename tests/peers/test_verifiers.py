@@ -15,7 +15,7 @@ from winnow.config import ConfigError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.tasks.agents.verifiers import VerifiersConfig
 
-from ..builders.runs import assert_clean, fingerprint
+from ..builders.runs import assert_clean, fingerprint, metrics_of
 from ..builders.tokenizers import chat_model
 from . import sums_env
 
@@ -77,7 +77,7 @@ def test_a_trace_that_branches_has_a_segment_for_each(config: dict[str, Any], tm
     Trainer(config=config).train()
     run = Path(config["output_dir"])
     assert_clean(run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     assert {row["segments/mean"] for row in rows if "segments/mean" in row} == {2.0}
     other = tmp_path / "other"
     Trainer(config=config | {"output_dir": str(other), "max_steps": 2}).train()

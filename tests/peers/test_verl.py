@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ pytest.importorskip("verl")
 from winnow import Trainer
 
 from ..builders.rewards import group, scored
-from ..builders.runs import assert_clean
+from ..builders.runs import assert_clean, metrics_of
 from ..builders.tokenizers import chat_model
 
 __all__ = ["chat_model"]  # a fixture
@@ -62,7 +61,7 @@ def test_a_custom_reward_function(config: dict[str, Any], tmp_path: Path) -> Non
     Trainer(config=config | {"reward_funcs": [f"{tmp_path}/custom.py:compute_score"]}).train()
     run = Path(config["output_dir"])
     assert_clean(run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     assert all(0 < line["rewards/compute_score/mean"] < 1 for line in rows)
     assert all(line["rollouts/failed_share"] == 0 for line in rows)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from winnow import Trainer
 
 from ..builders.agents import agent_config
-from ..builders.runs import assert_clean
+from ..builders.runs import assert_clean, metrics_of
 from ..builders.tokenizers import save_chat_model
 from ..builders.vllm_runs import VLLM, rollouts
 
@@ -22,7 +21,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
 
 
 def segments(run: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     return [row["segments/mean"] for row in rows if "segments/mean" in row]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -19,6 +18,7 @@ from winnow.learner.fsdp.ranks import Ranks
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
 
+from ..builders.runs import metrics_so_far
 from ..unit.learner_models import random_rows
 from .fsdp_ranks import FSDP, LOSSES, REWARD, over, policy
 
@@ -32,9 +32,7 @@ def run_config(tiny_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures(config: dict[str, Any]) -> list[dict[str, float]]:
-    path = Path(config["output_dir"]) / "metrics.jsonl"
-    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else []
-    return [row for row in rows if "loss" in row]
+    return [row for row in metrics_so_far(Path(config["output_dir"])) if "loss" in row]
 
 
 def untimed(row: dict[str, float]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.countdown import CountdownConfig
 
 from .. import parity
+from ..builders.runs import metrics_of
 
 ray = pytest.importorskip("ray")
 from ray._private.internal_api import memory_summary  # noqa: E402
@@ -92,4 +92,4 @@ def test_a_run_keeps_no_old_weights(store: None, tiny_config: dict[str, Any], la
     run = Path(config["output_dir"])
     with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
         assert ledger.verify().ok
-    assert len([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]) == 8
+    assert len(metrics_of(run)) == 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import threading
@@ -27,6 +26,7 @@ from winnow.sampler import ray as sampler_ray
 
 from .. import parity
 from ..builders.nodes import wait_for
+from ..builders.runs import metrics_of, metrics_so_far
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")
@@ -48,7 +48,7 @@ def assert_clean(config: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def metrics(config: dict[str, Any]) -> list[dict[str, float]]:
-    return [json.loads(x) for x in (Path(config["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(Path(config["output_dir"]))
 
 
 def actors() -> list[psutil.Process]:
@@ -105,14 +105,13 @@ def test_both_samplers_say_how_they_do(config: dict[str, Any]) -> None:
     """In one step or another: where a sampler has not reported since the last one, some figures are missing."""
     endless = {"max_steps": 100_000, "max_skipped_steps": 100_000, "save_steps": 100_000, "eval_steps": None}
     trainer, found = Trainer(config=config | endless), dict[int, dict[str, float]]()
-    path = Path(config["output_dir"]) / "metrics.jsonl"
 
     def look() -> None:
         deadline = time.monotonic() + 120
         try:
             while len(found) < 2 and time.monotonic() < deadline:
                 time.sleep(0.2)
-                for row in metrics(config) if path.exists() else []:
+                for row in metrics_so_far(Path(config["output_dir"])):
                     for slot in range(2):
                         own = {name: row[key] for name in FIGURES if (key := f"sampler/{slot}/{name}") in row}
                         if len(own) == len(FIGURES) and own["groups"]:

@@ -31,6 +31,7 @@ from winnow.rollout.runner import RolloutRunner
 from winnow.types import EnvStep, Fate, GroupView, Job, Token, Verdict, Visit
 
 from ..builders.divergence import Walk, digest, view_of
+from ..builders.runs import metrics_of
 from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run
 from ..gates import Fake, ask, named
 
@@ -372,6 +373,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny_config: dict[str, Any], tmp
     assert digest(tmp_path / "half") == digest(tmp_path / "whole")
     with Ledger.open(tmp_path / "whole" / "ledger.sqlite", read_only=True) as ledger:
         assert ledger.totals()["cut"]["rollouts"] > 0
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "whole")
     assert any(line.get("barrier_wait_s", 0) > 0 for line in lines)
     assert any("audit/divergence/removed" in line for line in lines)

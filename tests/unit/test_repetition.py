@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from winnow.learner.local import logprob
 from winnow.learner.local.logprob import Context, TokenDistribution, token_logp
 
 from .. import parity
+from ..builders.runs import metrics_of
 from .engine_models import VOCAB, make_model, make_requests, plain_logits, run, word_tokenizer
 
 
@@ -127,7 +127,7 @@ def test_without_a_penalty_nothing_is_looked_up() -> None:
 def test_engine_and_learner_agree_in_a_run(tiny_config: dict[str, Any], more: dict[str, Any]) -> None:
     own = {"repetition_penalty": 2.0, "reward_funcs": [f"{parity.__file__}:parity_reward"], "eval_steps": None}
     Trainer(config=tiny_config | own | more).train()
-    rows = [json.loads(x) for x in (Path(tiny_config["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(Path(tiny_config["output_dir"]))
     apart = [row["sampling/sampling_logp_difference/max"] for row in rows]
     assert len(apart) == 4
     assert max(apart) < 1e-4

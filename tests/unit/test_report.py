@@ -13,6 +13,7 @@ from winnow.study.report_data import columns, read_run
 from winnow.study.report_samples import MAX_TEXT
 
 from ..builders.pages import HOSTILE, Page, card, make_run, page, sample
+from ..builders.runs import metrics_of
 
 
 def test_page_is_one_valid_file_that_needs_no_network(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_missing_piece_is_said_and_the_rest_is_shown(tmp_path: Path, missing: st
 def test_without_a_ledger_tokens_are_those_of_the_metrics(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=10)
     (run / "ledger.sqlite").unlink()
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     assert page(run).data["runs"][0]["tokens"]["trained"] == pytest.approx(sum(r["tokens/trained"] for r in rows))
 
 

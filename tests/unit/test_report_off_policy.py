@@ -14,6 +14,7 @@ from winnow.learner.off_policy import LAG_BANDS
 from winnow.sampler.handle import SamplerHandle
 
 from ..builders.pages import card, make_run, page
+from ..builders.runs import metrics_of
 
 ASSETS = Path(__file__).parents[2] / "src/winnow/study/assets"
 
@@ -21,7 +22,7 @@ ASSETS = Path(__file__).parents[2] / "src/winnow/study/assets"
 def off_policy_run(path: Path, *, steps: int = 200, collapse_at: int | None = None, max_lag: int = 8) -> Path:
     """The course of a run under lag; from `collapse_at` on ESS, KL, gradients and then the reward go wrong."""
     run, draw = make_run(path, steps=steps), random.Random(1)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     for row in rows:
         step = row["step"]
         late = 0.0 if collapse_at is None or step < collapse_at else min(1.0, (step - collapse_at) / 20)

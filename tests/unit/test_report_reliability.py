@@ -11,11 +11,12 @@ from winnow.study.report import write_report
 from winnow.study.report_data import read_run
 
 from ..builders.pages import Page, make_run
+from ..builders.runs import metrics_of
 
 
 def test_the_reliability_diagram_sums_over_steps_and_its_series_are_no_charts(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=4)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     for row in rows:
         row |= {f"gate/arrol/reliability/2/{k}": v for k, v in (("rollouts", 4.0), ("predicted", 1.0), ("right", 2.0))}
         row["gate/arrol/reliability/x/rollouts"] = 7.0
@@ -33,7 +34,7 @@ def test_the_reliability_diagram_sums_over_steps_and_its_series_are_no_charts(tm
 @pytest.mark.parametrize("value", [1e308, -50.0, 1e-308])
 def test_a_hostile_reliability_diagram_stays_in_its_frame(tmp_path: Path, key: str, value: float) -> None:
     run = make_run(tmp_path / "run", steps=2)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     for row in rows:
         for number in (key, "3"):
             row |= {f"gate/arrol/reliability/{number}/{k}": value for k in ("rollouts", "predicted", "right")}

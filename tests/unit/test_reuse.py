@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from winnow.reuse import Reuse, _ess
 from winnow.run.build_methods import build_collector
 
 from .. import parity
-from ..builders.runs import assert_clean, fingerprint
+from ..builders.runs import assert_clean, fingerprint, metrics_of
 from .fake_run import FakeRun
 
 Metrics = list[dict[str, float]]
@@ -39,7 +38,7 @@ def train(tiny_config: dict[str, Any], tmp_path: Path) -> Callable[..., Metrics]
         values = tiny_config | more | changes | {"output_dir": str(folder)}
         Trainer(config=values | {"reward_funcs": [REWARD]}).train()
         assert_clean(folder)
-        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return metrics_of(folder)
 
     return run
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from transformers import (
@@ -18,6 +16,7 @@ from winnow.types import Fate
 
 from ..builders.judges import LONGEST, write
 from ..builders.rewards import group, scored
+from ..builders.runs import metrics_of
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +113,7 @@ def test_a_run_with_it_is_resumed_with_the_same_weights_only(saved, tiny_config,
     """Evaluations go by it, too."""
     config = tiny_config | {"reward_funcs": saved, "max_steps": 2, "save_steps": 1, "success_reward": -10.0}
     last = Trainer(config=config).train()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     rewards = [m["reward"] for m in lines if "reward" in m]
     assert len(rewards) == 2
     assert all(0 < abs(r) < 10 for r in rewards)
