@@ -45,10 +45,10 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[SamplerHandle]:
     return started
 
 
-def lags(run: Path) -> list[int]:
-    """Of every trained rollout."""
+def lags(run: Path, fates: str = "'trained'") -> list[int]:
+    """Of every rollout of these fates."""
     with sqlite3.connect(run / "ledger.sqlite") as db:
-        query = "SELECT version - first_version FROM rollouts JOIN steps USING (step) WHERE fate = 'trained'"
+        query = f"SELECT version - first_version FROM rollouts JOIN steps USING (step) WHERE fate IN ({fates})"
         return [row[0] for row in db.execute(query)]
 
 
@@ -83,7 +83,8 @@ def test_two_samplers_share_the_work(config: dict[str, Any], children: list[Samp
     Trainer(config=config | {"sync": {"name": "processes", "samplers": 2}, "max_steps": 4}).train()
     assert_clean(Path(config["output_dir"]))
     assert len(children) == 2
-    assert all(child.counts["tokens"] > 0 for child in children)
+    for slot in range(2):
+        assert sum(row.get(f"sampler/{slot}/groups", 0) for row in metrics_of(Path(config["output_dir"]))) > 0
 
 
 VCPO = {
@@ -101,7 +102,7 @@ def test_what_else_a_run_may_ask_for(options: dict[str, Any], config: dict[str, 
     Trainer(config=config | options | {"max_steps": 4}).train()
     assert_clean(Path(config["output_dir"]))
     assert len(lags(Path(config["output_dir"]))) == 4 * 16
-    ratios = [row["ess_ratio"] for row in metrics_of(Path(config["output_dir"])) if "ess_ratio" in row]
+    ratios = [row["ess_ratio/with_gradient"] for row in metrics_of(Path(config["output_dir"])) if "loss" in row]
     assert len(ratios) == 4
     assert min(ratios) > 0.5, "the samplers have the learner's weights"
 
@@ -124,10 +125,12 @@ def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
     warm_start(build_demonstrator(env), tmp_path / "model", config=options)
     run = Path(config["output_dir"])
     own = {"model": str(tmp_path / "model"), "env": env, "eval_steps": None, "max_steps": 4}
+    del config["reward_funcs"]
     Trainer(config=config | own | {"max_prompt_length": 160, "max_completion_length": 200}).train()
     assert_clean(run)
-    assert len(lags(run)) == 4 * 16
-    assert 0 < max(lags(run)) <= 2
+    found = lags(run, "'trained', 'filtered'")  # few of its groups win a game
+    assert len(found) == 4 * 16
+    assert 0 < max(found) <= 2
 
 
 def test_a_killed_sampler_is_replaced_and_its_groups_are_launched_again(

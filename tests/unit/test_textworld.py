@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from winnow import Trainer
+from winnow.config import ConfigError
 from winnow.env.base import Demonstrator, ModelTurn, OverlappingEnv, Task
 from winnow.study.warm_start import word_tokenizer
 from winnow.tasks.games.react import NOTHING, worded
 from winnow.tasks.games.textworld.play import TextWorldEnv, readable, spelled_as_in, understood
 from winnow.tasks.games.textworld.task import TextWorldConfig
+
+from ..parity import parity_reward
 
 pytest.importorskip("textworld")
 
@@ -76,6 +80,12 @@ def test_fingerprint_follows_what_decides_prompts_and_rewards(task):
     others = (replace(CONFIG, max_turns=3), replace(CONFIG, style="react"), replace(CONFIG, train_size=1))
     assert {c.build().fingerprint() for c in same} == {task.fingerprint()}
     assert task.fingerprint() not in {c.build().fingerprint() for c in others}
+
+
+def test_reward_functions_that_no_game_would_ask_are_refused(task, tiny_config):
+    config = {key: value for key, value in tiny_config.items() if key != "env"}
+    with pytest.raises(ConfigError, match="reward_funcs: parity_reward would never be asked: the environment gives"):
+        Trainer(config=config, env=task, reward_funcs=parity_reward)
 
 
 def test_damaged_files_are_made_again_as_they_were(task, cache):

@@ -306,7 +306,7 @@ def test_reward_functions_that_no_environment_would_ask_are_refused(tmp_path, ti
     assert not mixed.rewards_itself
     assert not with_tools(OneTurn(), [add]).rewards_itself
     config = {key: value for key, value in tiny_config.items() if key not in ("env", "eval_steps")}
-    with pytest.raises(ConfigError, match=r"reward_funcs: \S+ would never be asked, as get_reward"):
+    with pytest.raises(ConfigError, match=r"reward_funcs: \S+ would never be asked: the environment"):
         Trainer(config=config, env=only, processing_class=make_tokenizer(), reward_funcs=[right])
 
 

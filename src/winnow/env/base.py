@@ -130,7 +130,8 @@ class Task(Protocol):
     """Prompts, and how their completions are scored. Built from `env:` in the config.
 
     A task of many turns may have `max_turn_length`, the most tokens sampled in one turn. A turn that reaches it has the
-    stop reason `length` and is passed to the environment unchanged.
+    stop reason `length` and is passed to the environment unchanged. A task whose environments always give the reward
+    should have `rewards_itself = True`: reward functions of a user, which would never be asked, are then refused.
     """
 
     name: str

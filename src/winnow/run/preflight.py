@@ -115,8 +115,8 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
         raise ConfigError("reward_funcs: missing, and the task has no reward; give e.g. 'my_reward.py:my_reward'")
     if rewarder.names and getattr(task, "rewards_itself", False):
         raise ConfigError(
-            f"reward_funcs: {', '.join(rewarder.names)} would never be asked, as get_reward of the environment gives "
-            "the reward; remove one of them (TRL adds both: let get_reward do that)"
+            f"reward_funcs: {', '.join(rewarder.names)} would never be asked: the environment gives the reward; remove "
+            "them, or get_reward if you wrote it (TRL adds both: let get_reward do that)"
         )
     causes, limit = [], c.max_prompt_length
     for prompt in [*task.train[:16], *task.test[:16]]:

@@ -100,6 +100,7 @@ class AgentTask:
         self.name, self.stop = task.name, task.stop
         self.train, self.test = task.train, task.test
         self.reward_funcs: Sequence[RewardFn] = task.reward_funcs
+        self.rewards_itself = getattr(task, "rewards_itself", False)
         self.max_turns, self.max_turn_length = max_turns, max_turn_length
         self._task, self._agent, self._parse, self._deadlines = task, agent, parse, Deadlines(timeout_s)
         self._endpoint: Endpoint | None = None

@@ -90,6 +90,7 @@ class Tasks(OneTurn):
 
     name = "verifiers"
     reward_funcs: Sequence[RewardFn] = ()
+    rewards_itself = True
 
     def __init__(self, config: VerifiersConfig, prompts: Sequence[Prompt]) -> None:
         self.config = config

@@ -26,6 +26,7 @@ class GameTask(ABC):
     """
 
     stop: tuple[str, ...] = ()
+    rewards_itself = True
     format: int
     """Version of stored files."""
 
