@@ -32,6 +32,8 @@ SMALL = ("prompts_per_step=8",)
 """As many optimizer steps a sampled token as `REUSE` has, each with a quarter of the groups."""
 HARD = ("group_size={name: sequential, probe: 4, hard_size: 16}",)
 KNAPSACK = ("group_size={name: allocate, value: knapsack}",)
+ACTIVE = ("num_generations=4", "filter={name: zero_variance, refill: false}")
+ADAPTIVE_K = ("group_size={name: adaptive_k, tau: 0.5, window: 5}",)
 DRAFTS = ("speculative={epochs: 4}",)
 LINEAR = ("lr_scheduler_type=linear",)
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
@@ -44,6 +46,10 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dapo-fixed-drafts": (*FIXED, *DRAFTS),
     "dapo-fixed-linear": (*FIXED, *LINEAR),
     "greso": GRESO,
+    "active": ACTIVE,
+    "active-adaptive-k": (*ACTIVE, *ADAPTIVE_K),
+    "all": ("selector=greso", *ACTIVE, *ADAPTIVE_K),
+    "arrol": ("gates=[arrol]", "num_generations=16", "prompts_per_step=16"),
     "backoff": ("selector=backoff", *ROUNDS),
     "mopps": ("selector=thompson", *ROUNDS),
     "mopps-small": ("selector=thompson", *ROUNDS, *SMALL),
