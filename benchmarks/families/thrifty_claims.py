@@ -46,6 +46,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dapo-fixed-drafts": (*FIXED, *DRAFTS),
     "dapo-fixed-linear": (*FIXED, *LINEAR),
     "greso": GRESO,
+    "uniform": ("num_generations=4", "filter=keep_all"),
     "active": ACTIVE,
     "active-adaptive-k": (*ACTIVE, *ADAPTIVE_K),
     "all": ("selector=greso", *ACTIVE, *ADAPTIVE_K),

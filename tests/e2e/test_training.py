@@ -143,7 +143,7 @@ def test_a_run_held_to_a_reference_can_be_evaluated_without_one(
     from winnow.run.standalone import model_config
 
     train(tiny_config | {"beta": 0.1, "max_steps": 1, "eval_steps": None} | options)
-    with model_config(tiny_config["output_dir"], {}) as (config, _):
+    with model_config(tiny_config["output_dir"], {}) as (config, *_):
         assert config.beta == 0
 
 
@@ -151,7 +151,7 @@ def test_a_run_measured_against_a_reference_can_be_evaluated_without_one(tiny_co
     from winnow.run.standalone import model_config
 
     train(tiny_config | {"reference_kl_steps": 1, "max_steps": 1, "eval_steps": None})
-    with model_config(tiny_config["output_dir"], {}) as (config, _):
+    with model_config(tiny_config["output_dir"], {}) as (config, *_):
         assert not config.keeps_reference
 
 

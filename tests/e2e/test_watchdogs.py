@@ -201,3 +201,14 @@ def test_the_first_difference_is_found_again(tmp_path: Path) -> None:
     assert first_gap(file) == 0.25
     file.write_bytes(b"")
     assert first_gap(file) is None
+
+
+def test_reward_functions_that_are_never_asked() -> None:
+    """Environments gave all rewards of a step; some of a step is what several environments do."""
+    config = validate({"model": "m", "env": "countdown"})
+    some = {"step": 1.0, "rewards/env/mean": 0.5, "rewards/style/mean": 0.25}
+    assert list(Watchdogs(config, functions=["style"]).observe(some)) == []
+    dogs = Watchdogs(config, functions=["style", "length"])
+    (said,) = dogs.observe({"step": 1.0, "rewards/env/mean": 0.5, "rewards/length/mean": 0.25})
+    assert said.startswith("reward_funcs: style judged no rollout of step 1: the environment, or the agent, gave")
+    assert list(dogs.observe({"step": 2.0, "rewards/env/mean": 0.5})) == []

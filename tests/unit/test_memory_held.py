@@ -86,7 +86,7 @@ def test_an_evaluation_keeps_no_model_next_to_its_engine(name: str, tiny_model: 
     model.save_pretrained(tmp_path)
     sizes = {"max_prompt_length": 16, "max_completion_length": 8, "eval_prompts": 2, "eval_generations": 1}
     values = {"env": {"name": "countdown", "train_size": 24, "test_size": 8}, "device": "cuda"} | sizes
-    with PretendCuda() as gpu, model_config(str(tmp_path), values) as (c, _), opened(c, build_task(c.env)) as parts:
+    with PretendCuda() as gpu, model_config(str(tmp_path), values) as (c, *_), opened(c, build_task(c.env)) as parts:
         gc.collect()
         weights = Budget(c, Shapes.of(model, c), GIB, learner=False).phases()["publish"]["engine weights"]
         assert 0.5 * weights < gpu.bytes < 1.2 * weights

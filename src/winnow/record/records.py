@@ -16,6 +16,7 @@ from ..config import RunConfig, from_saved
 from ..methods.gate.recording import rows_of
 from ..methods.group_kind import GroupJudge
 from ..types import Group
+from .ledger import Ledger
 from .ledger_file import LEDGER as LEDGER
 from .samples import sample
 from .trackers import Trackers
@@ -69,6 +70,14 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
                 f"{run_dir / METRICS}:{number}: damaged: {error}; remove the line (training state is unaffected)"
             ) from None
     return rows
+
+
+def fingerprints_of(run_dir: Path) -> dict[str, str]:
+    """Return digests of the run's task, tokenizer, base model and reward functions; empty before it has begun."""
+    if not (run_dir / START).exists():
+        return {}
+    with Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
+        return dict(json.loads(ledger.get_meta("fingerprints") or "{}"))
 
 
 def lock(run_dir: Path) -> IO[str]:

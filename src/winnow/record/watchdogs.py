@@ -35,12 +35,19 @@ MISSED = 0.3
 class Watchdogs:
     """Checks every step's metrics, and probes of engine and learner.
 
-    `first_gap`: the difference at the first step of a resumed run. `in_threads`: reward functions that run in a thread
-    of this process.
+    `first_gap`: the difference at the first step of a resumed run. `functions`: names of the reward functions;
+    `in_threads`: those that run in a thread of this process.
     """
 
-    def __init__(self, config: RunConfig, first_gap: float | None = None, in_threads: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        first_gap: float | None = None,
+        functions: Collection[str] = (),
+        in_threads: Collection[str] = (),
+    ) -> None:
         self._config = config
+        self._functions = functions
         self._in_threads = in_threads
         self._first_gap = first_gap
         self._updates: deque[Metrics] = deque(maxlen=PATIENCE)
@@ -53,7 +60,7 @@ class Watchdogs:
         """Consecutive steps with almost no learning rate."""
         self._rules: list[Callable[[Metrics], str | None]] = [
             *(self._low_ess, self._old_weights, self._no_evaluation, self._no_learning),
-            self._near_misses,
+            *(self._near_misses, self._not_asked),
         ]
 
     def observe(self, row: Metrics) -> Iterator[str]:
@@ -113,6 +120,15 @@ class Watchdogs:
                 )
                 causes = "; ".join(self._causes_of_zero(name, row)) if mean == 0 else ""
                 yield f"{message}. Possible causes: {causes}" if causes else message
+
+    def _not_asked(self, row: Metrics) -> str | None:
+        unasked = [name for name in self._functions if f"rewards/{name}/mean" not in row]
+        if "rewards/env/mean" not in row or not unasked:
+            return None
+        return (
+            f"reward_funcs: {', '.join(unasked)} judged no rollout of step {row['step']:.0f}: the environment, or the "
+            "agent, gave the rewards itself; ignore this if that is intended"
+        )
 
     def _causes_of_zero(self, name: str, row: Metrics) -> Iterator[str]:
         """Yield possible causes of a constant 0; those that the run's figures show come first."""

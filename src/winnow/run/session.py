@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop
 from ..record.ledger import Ledger
 from ..record.progress import Display
-from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, read_metrics
+from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, fingerprints_of, read_metrics
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError
 from ..record.watchdogs import Watchdogs, first_gap
 from ..reuse import Reuse
@@ -76,6 +77,7 @@ class Session:
 
     def _open(self, stack: ExitStack, state: Mapping[str, Any] | None, found: Path | None) -> None:
         c, built = self.config, self.built
+        self._require_same(state["fingerprints"] if state else fingerprints_of(self.run_dir))
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
         write_json(self.run_dir / CHARTS, method_charts(c), private=True)
         built.machine.say(self._console)
@@ -94,7 +96,8 @@ class Session:
         else:
             self._start_sampler()
         self._display = stack.enter_context(Display(self._console, start=self.loop.step, max_steps=c.max_steps))
-        self._watchdogs = Watchdogs(c, first_gap(self.run_dir / METRICS), built.rewarder.in_threads)
+        rewarder = built.rewarder
+        self._watchdogs = Watchdogs(c, first_gap(self.run_dir / METRICS), rewarder.names, rewarder.in_threads)
         self._look_at_agreement(self.loop.step)
         self._look_at_success(self.loop.step)
         self._notify("on_train_begin")
@@ -130,6 +133,7 @@ class Session:
         else:
             ledger.set_meta("max_lag", str(self.config.max_lag))
             ledger.set_meta("success", str(self.built.methods.judge.success))
+            ledger.set_meta("fingerprints", json.dumps(self.built.fingerprints))
             ledger.set_meta("finished", "false")
             write_json(start, ledger.mark(), private=True)
         self._book_probes()
@@ -167,12 +171,15 @@ class Session:
         except SamplersLostError as error:
             raise RunStoppedError(f"step {self.loop.step}: {error}") from None
 
-    def _restore(self, state: Mapping[str, Any], found: Path) -> None:
-        for name, now in self.built.fingerprints.items():
-            if state["fingerprints"].get(name) != now:
+    def _require_same(self, saved: Mapping[str, str]) -> None:
+        """Raise ConfigError unless task, tokenizer, base model and reward functions are those of `saved`, if any."""
+        for name, now in self.built.fingerprints.items() if saved else ():
+            if saved.get(name) != now:
                 raise ConfigError(
                     f"{self.run_dir}: the {name} is not the one this run was saved with; restore it, or start a new run"
                 )
+
+    def _restore(self, state: Mapping[str, Any], found: Path) -> None:
         with checkpoint.understood(found / checkpoint.STATE), at("loop"):
             self.loop.load_state_dict(state["loop"])
             for rollout in (r for group in self.loop.collector.kept_groups() for r in group.rollouts):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..config import REFERENCE, ConfigError, RunConfig, validate
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
-from ..record.records import LEDGER, read_config
+from ..record.records import LEDGER, fingerprints_of, read_config
 from ..rollout.evaluate import RollOut, evaluate, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
@@ -26,12 +27,12 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
     `model` is a run directory (its configuration is the default for `values`), a Hugging Face directory or a hub name.
     Raises ConfigError when there is no task or no held-out prompt.
     """
-    with model_config(model, values) as (c, name):
+    with model_config(model, values) as (c, name, saved):
         task = build_task(c.env)
         prompts = task.test[: c.eval_prompts]
         if not prompts:
             raise ConfigError(f"env: task {task.name} has no held-out prompts")
-        with opened(c, task) as (_, roll_out, rewarder):
+        with opened(c, task, saved) as (_, roll_out, rewarder):
             success = build_success(c, rewarder.aliases, c.reward_weights)
             found = evaluate(roll_out, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
     return {
@@ -47,8 +48,9 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def model_config(model: str, values: Mapping[str, Any]) -> Iterator[tuple[RunConfig, str]]:
-    """Yield the configuration to use a model under, and the model's name: its directory, or that on a hub.
+def model_config(model: str, values: Mapping[str, Any]) -> Iterator[tuple[RunConfig, str, dict[str, str]]]:
+    """Yield the configuration to use a model under, the model's name (its directory, or that on a hub), and what
+    `opened` compares: a run's fingerprints of what `values` do not replace.
 
     The configuration's `model` stays until the block ends, though a running run may delete its checkpoint. A run's
     configuration is the default for `values`. Raises ConfigError without a task or a whole model, CheckpointError when
@@ -59,16 +61,20 @@ def model_config(model: str, values: Mapping[str, Any]) -> Iterator[tuple[RunCon
         if "env" not in settings:
             raise ConfigError(f"env: missing, as '{model}' is not a run; name the task, e.g. env=countdown")
         no_reference = {key: RunConfig.model_fields[key].default for key in REFERENCE}
-        yield validate(settings | {"model": source, "lora": None} | no_reference, model), name
+        yield validate(settings | {"model": source, "lora": None} | no_reference, model), name, _saved(model, values)
 
 
 @contextmanager
 def opened(
-    config: RunConfig, task: Task, report: frozenset[str] = frozenset()
+    config: RunConfig,
+    task: Task,
+    saved: Mapping[str, str] = MappingProxyType({}),
+    report: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[Policy, RollOut, Rewarder]]:
     """Yield policy, roll-out function and rewards, which are closed when the block ends.
 
-    `report`: extra values of evaluation rollouts; see `RolloutOptions`.
+    `report`: extra values of evaluation rollouts; see `RolloutOptions`. Raises ConfigError where a run's task or reward
+    functions are not those of `saved`, as when they were objects, which no configuration names.
     """
     start = Start.of(config)
     machine = settle(config, start, alone=True)
@@ -79,6 +85,13 @@ def opened(
     assert engine is not None
     runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(config, report=report))
     try:
+        found = {"task": task.fingerprint(), "reward functions": rewarder.fingerprint()}
+        for key, name in (("env", "task"), ("reward_funcs", "reward functions")):
+            if saved.get(name, found[name]) != found[name]:
+                raise ConfigError(
+                    f"{key}: the configuration of the run does not make its {name} again (they were objects, or files "
+                    f"have changed); name them, {key}=..."
+                )
         yield policy, lambda jobs: run_jobs(runner, jobs), rewarder
     finally:
         rewarder.close()
@@ -92,6 +105,15 @@ def _settings(stack: ExitStack, model: str, values: Mapping[str, Any]) -> tuple[
     settings = _merged(read_config(path), values)
     source, shown = stack.enter_context(checkpoint.newest_model(path))
     return settings, str(source), str(shown)
+
+
+def _saved(model: str, values: Mapping[str, Any]) -> dict[str, str]:
+    saved = fingerprints_of(Path(model))
+    if "env" in values:
+        saved.pop("task", None)
+    if {"env", "reward_funcs"} & set(values):
+        saved.pop("reward functions", None)
+    return saved
 
 
 def _merged(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Given:
                 f"reward_funcs: expected a function, a reward model or their names, got {self.reward_funcs!r}"
             )
         env = self.env
+        if isinstance(env, Task) and self.train_dataset is not None:
+            raise ConfigError("train_dataset: the task given as env brings its own prompts; give one of them")
         if isinstance(env, str | dict | None | Task):
             return self
         if callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))):
@@ -59,6 +61,8 @@ class Given:
         values, functions = dict(values), self.reward_list
         if functions and all(isinstance(function, str) for function in functions):
             values["reward_funcs"] = list(functions)
+        elif functions:
+            values["reward_funcs"] = None  # objects, which no name stands for
         if isinstance(self.model, str):
             values["model"] = self.model
         elif self.model is not None:

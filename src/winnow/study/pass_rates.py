@@ -60,10 +60,10 @@ def profile_model(
     judged. On an interrupt it raises KeyboardInterrupt with how to resume.
     """
     with ExitStack() as stack:
-        config, name = stack.enter_context(model_config(model, values))
+        config, name, saved = stack.enter_context(model_config(model, values))
         task = build_task(config.env)
         wanted = list(task.train[:prompts])
-        policy, roll_out, rewarder = stack.enter_context(opened(config, task))
+        policy, roll_out, rewarder = stack.enter_context(opened(config, task, saved))
         if not rewarder.names and task.make_env(wanted[0]) is None:
             raise ConfigError("there is no reward: give reward_funcs=['my_reward.py:my_reward']")
         rewarder.check(wanted[0].columns, wanted[0].messages is not None)

@@ -73,7 +73,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
     candidates with an answer at all; `judged`: prompts with a vote. Raises ConfigError for a task whose answers cannot
     be counted, unknown weights, `head` without a head of this model, and when no candidate has an answer.
     """
-    with model_config(model, values) as (c, shown):
+    with model_config(model, values) as (c, shown, saved):
         task = build_task(c.env)
         prompts = task.test[: c.eval_prompts]
         same_answers = _reader(task, c.reward_funcs)
@@ -82,7 +82,8 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
         head = _head_of(c) if "head" in weights else None
         kinds = {name: _weigh(name, head) for name in dict.fromkeys(weights)}
         started = time.monotonic()
-        with opened(c, task, frozenset({"confidence", "last_hidden", "raw_logp"})) as (policy, roll_out, rewarder):
+        report = frozenset({"confidence", "last_hidden", "raw_logp"})
+        with opened(c, task, saved, report) as (policy, roll_out, rewarder):
             success = build_success(c, rewarder.aliases, c.reward_weights)
             if head is not None:
                 _check_size(head, policy.model.config, shown)
