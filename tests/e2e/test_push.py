@@ -192,6 +192,9 @@ def test_a_failing_upload_is_a_warning_and_can_be_tried_again(here: Hub, tiny_co
     here.broken = False
     found = CliRunner().invoke(app, ["push", run, "hub_private_repo=true", "--json"])
     assert found.exit_code == 0, found.output
+    other = CliRunner().invoke(app, ["push", run, "learning_rate=3"])
+    assert other.exit_code == 1
+    assert "learning_rate: has no effect here; push takes hub_model_id" in other.output
     url = f"{here.url}/tester/run/commit/{1:040x}"
     assert json.loads(found.stdout) == {"repo": "tester/run", "url": url, "folder": f"{run}/model"}
     assert here.files["model.safetensors"] == (Path(run) / "model" / "model.safetensors").read_bytes()

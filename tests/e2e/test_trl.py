@@ -255,6 +255,7 @@ def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], t
             "bnpo weighs micro-batches alike",
         ),
         ({"filter": "zero_variance"}, {"scale_rewards": "batch"}, "scale_rewards: batch would divide each round"),
+        ({"advantage": "grpo"}, {"scale_rewards": "none"}, "scale_rewards: none has no effect with an advantage"),
         ({"advantage": "rloo"}, {"multi_objective_aggregation": "normalize_then_sum"}, "use the weighted sum"),
         ({"selector": "greso"}, {"multi_objective_aggregation": "normalize_then_sum"}, "finds a signal in groups"),
         ({"filter": "zero_variance"}, {"multi_objective_aggregation": "normalize_then_sum"}, "use sum_then_normalize"),

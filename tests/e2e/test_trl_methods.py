@@ -84,6 +84,16 @@ class Twice:
         return self.name
 
 
+def test_a_reward_of_the_environments_that_nobody_asks_for(arguments: dict[str, Any], tmp_path: Path) -> None:
+    task = Twice()
+    task.rewards_itself = True  # type: ignore[attr-defined]
+    given = arguments | {"train_dataset": None, "args": settings(tmp_path / "out")}
+    with pytest.raises(
+        ConfigError, match="reward_funcs: the environments of twice give a reward that is lost"
+    ):
+        WinnowGRPOTrainer(**given, env=task)
+
+
 def test_the_divergence_gate_cuts_in_an_environment(arguments: dict[str, Any], tmp_path: Path) -> None:
     """Its observations are no part of the loss, and cut groups none of a batch."""
     given = arguments | {"reward_funcs": env_reward, "train_dataset": None}

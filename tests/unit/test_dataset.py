@@ -76,6 +76,8 @@ def test_formats(tmp_path):
         found = [{"prompt": p.text, **p.columns} for p in build(tmp_path / name).train]
         assert found == rows, name
     assert len(build(tmp_path / "splits", split="test").train) == 1
+    with pytest.raises(DataError, match="has no splits"):
+        build(tmp_path / "disk", split="validation")
     assert [p.text for p in DatasetConfig(path="x").with_rows(data.to_pandas()).train] == [r["prompt"] for r in rows]
     assert [p.text for p in DatasetConfig(path="x").with_rows(data).train] == [r["prompt"] for r in rows]
 
@@ -210,6 +212,27 @@ def test_hugging_face_directory(tmp_path, monkeypatch):
         build(data, split="validation")
     with pytest.raises(DataError, match="nowhere: no such file or directory"):
         build(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"test_split": "validation"}, "test_split has no effect without test"),
+        ({"split": "validation"}, "split has no effect on a file"),
+        ({"subset": "main"}, "subset has no effect on a file"),
+    ],
+)
+def test_options_without_effect(options, message, tmp_path):
+    write(tmp_path / "a.jsonl", {"prompt": "a"})
+    with pytest.raises(ValueError, match=f"dataset: {message}"):
+        build(tmp_path / "*.jsonl", **options)
+    with pytest.raises(ValueError, match=f"dataset: {message}"):
+        build(tmp_path / "a.jsonl", **options)
+
+
+def test_held_out_rows_and_a_size():
+    with pytest.raises(DataError, match="eval_dataset: has held-out rows, so test_size has no effect"):
+        DatasetConfig("x", test_size=2).with_rows([{"prompt": "a"}], [{"prompt": "b"}])
 
 
 def test_own_test_set_must_not_overlap(tmp_path):

@@ -21,7 +21,7 @@ from .prompt_store import Store, StoredPrompts, content_of
 from .rewards.math import math_reward, same_answers
 from .rewards.scores import STANDARD
 from .row_files import DataError, Row
-from .rows import read_rows, rows_of
+from .rows import of_files, read_rows, rows_of
 
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")
 """Columns that hold a part of the prompt in multimodal data."""
@@ -64,6 +64,12 @@ class DatasetConfig:
             raise ValueError(
                 f"dataset: unknown preset '{self.preset}'.{nearest(self.preset, list(PRESETS))} All: {known}"
             )
+        if self.test is None and self.test_split != "test":
+            raise ValueError("dataset: test_split has no effect without test; give test, e.g. the same name as path")
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        for key in ("split", "subset"):
+            if getattr(self, key) != getattr(DatasetConfig, key) and all(map(of_files, paths)):
+                raise ValueError(f"dataset: {key} has no effect on a file; remove it")
         if self.test is not None and self.test_size:
             raise ValueError("dataset: give either test or test_size, not both")
         if self.test_size < 0 or (self.test_size >= 1 and self.test_size != int(self.test_size)):
@@ -79,6 +85,8 @@ class DatasetConfig:
     def with_rows(self, train: Iterable[Any], test: Iterable[Any] | None = None) -> DatasetTask:
         """Return the task of Python rows instead of `path`: a `datasets.Dataset`, a pandas data frame or any iterable
         of mappings, read to its end. Raises DataError naming the row."""
+        if test is not None and self.test_size:
+            raise DataError("eval_dataset: has held-out rows, so test_size has no effect; remove one of them")
         rows = rows_of(train, "train_dataset")
         return DatasetTask(self, rows, None if test is None else rows_of(test, "eval_dataset"))
 

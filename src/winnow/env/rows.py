@@ -35,11 +35,16 @@ def read_rows(paths: str | Sequence[str], split: str, subset: str | None) -> Ite
 def _of_source(source: str, split: str, subset: str | None) -> Iterator[Row]:
     if source.startswith(PREFIX):
         yield from _made(source, split)
-    elif not source.endswith(SUFFIXES) and not has_magic(source):
+    elif not of_files(source):
         yield from _hugging_face(source, split, subset)
     else:
         for file in _files(source):
             yield from read_file(file)
+
+
+def of_files(source: str) -> bool:
+    """Return whether these are files to read, which have no splits."""
+    return source.endswith(SUFFIXES) or has_magic(source)
 
 
 def _made(source: str, split: str) -> Iterator[Row]:
@@ -74,6 +79,8 @@ def _hugging_face(source: str, split: str, subset: str | None) -> Iterator[Row]:
     try:
         if any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
             rows = datasets.load_from_disk(str(directory))
+            if not isinstance(rows, Mapping) and split not in ("train", "test"):
+                raise ValueError("this directory has no splits")
             rows = rows[split] if isinstance(rows, Mapping) else rows
         else:
             rows = datasets.load_dataset(source, subset, split=split)

@@ -49,6 +49,12 @@ def env_reward(completions: Sequence[Any], env_reward: Sequence[float | None], *
     return list(env_reward)
 
 
+def _require_env_reward(task: Task, reward_funcs: Any) -> None:
+    given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    if getattr(task, "rewards_itself", False) and env_reward not in given:
+        raise ConfigError(f"reward_funcs: the environments of {task.name} give a reward that is lost; add env_reward")
+
+
 def _with_prompts(task: Task, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with a task's prompts as TRL's data set. Raises ConfigError if one is given already."""
     if kwargs.get("train_dataset") is not None:
@@ -93,6 +99,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
         given = None if env is None else build_task(env)
         if given is not None:
             kwargs = _with_prompts(given, kwargs)
+            _require_env_reward(given, kwargs.get("reward_funcs"))
         super().__init__(**kwargs)
         if methods["gates"] or given is not None:
             methods["engine"] = methods["engine"] or "local"

@@ -133,6 +133,8 @@ def _of_own_advantages(trainer: Any, c: RunConfig, m: Methods, own_advantages: b
     """Yield why these methods do not fit TRL's advantages of several rewards, or of a whole batch."""
     if m.group_size.in_parts and not own_advantages:
         yield "group_size: TRL would compute advantages of each part of a group apart; set an advantage, e.g. 'grpo'"
+    if own_advantages and trainer.scale_rewards != "group":
+        yield f"scale_rewards: {trainer.scale_rewards} has no effect with an advantage of Winnow; remove one"
     if trainer.multi_objective_aggregation != "sum_then_normalize":
         if own_advantages:
             yield "multi_objective_aggregation: Winnow's advantages use the weighted sum of the rewards; remove one"

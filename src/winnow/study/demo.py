@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.sanitize import visible
-from ..config import build_options, read_settings, validate
+from ..config import ConfigError, build_options, read_settings, validate
 from ..engine.pretrained import PRETRAINED
 from ..engine.pretrained import get as get_model
 from ..record.failures import failures_of
 from ..record.ledger import Ledger
 from ..record.progress import fate_line
-from ..record.records import LEDGER, SAMPLES, read_metrics
+from ..record.records import LEDGER, SAMPLES, read_config, read_metrics
 from ..run.build import build_demonstrator
 from ..run.trainer import Trainer
 from ..types import Fate
@@ -35,12 +35,14 @@ SHOWN = 6
 def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: str = "countdown") -> dict[str, Any]:
     """Train one of `RECIPES` end to end in `output`; an interrupted demo resumes.
 
-    A recipe with `warm_start` makes its model; another's is fetched. Overrides are `key=value` of the recipe. Returns
-    `summary`.
+    A recipe with `warm_start` makes its model; another's is fetched. Overrides are `key=value` of the recipe; a resume
+    refuses those that it cannot change. Returns `summary`.
     """
     model_dir, run_dir = output / "warm-start", output / "run"
     with as_file(files("winnow.study") / "assets" / RECIPES[recipe]) as file:
         values = read_settings(file, overrides, {"seed": 0, "model": str(model_dir)})
+    if any(override.startswith("output_dir=") for override in overrides):
+        raise ConfigError(f"output_dir: the demo's run is {run_dir}; name its folder with --output")
     values["output_dir"] = str(run_dir)
     warm_options = values.pop("warm_start", None)
     config = validate(values, "demo")
@@ -52,7 +54,12 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
         options = build_options(WarmStartConfig, {"seed": values["seed"]} | warm_options, "warm_start")
         warm_start(build_demonstrator(config.env), model_dir, config=options)
     console.rule("reinforcement learning")
-    trainer = Trainer.resume(run_dir) if (run_dir / LEDGER).exists() else Trainer(config=config)
+    if (run_dir / LEDGER).exists():
+        saved, now = read_config(run_dir), config.model_dump(mode="json")
+        given = {override.partition("=")[0].partition(".")[0] for override in overrides} & set(now)
+        trainer = Trainer.resume(run_dir, {key: values[key] for key in given if saved.get(key) != now[key]})
+    else:
+        trainer = Trainer(config=config)
     trainer.console = console
     trainer.train()
     page = output / "report.html"
