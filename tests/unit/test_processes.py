@@ -257,3 +257,5 @@ def test_samplers_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone_on("cpu") == "cpu"
     with pytest.raises(ValueError, match="devices: expected cpu, cuda or cuda:N, not 'gpu1'"):
         Processes(devices=("gpu1",))
+    with pytest.raises(ValueError, match="devices: 2 for 1 sampler; raise samplers"):
+        Processes(devices=("cuda:1", "cuda:2"))

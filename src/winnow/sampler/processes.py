@@ -40,6 +40,8 @@ class Processes(PoolOptions):
         for name in self.devices:
             if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
                 raise ValueError(f"devices: expected cpu, cuda or cuda:N, not {name!r}")
+        if len(self.devices) > self.samplers:
+            raise ValueError(f"devices: {len(self.devices)} for {self.samplers} sampler; raise samplers")
 
     def device_of(self, slot: int, device: str) -> str | None:
         """Device of a sampler, where the run's is `device`; None is the same."""
