@@ -245,7 +245,7 @@ OPTIONS: dict[str, list[Any]] = {
 def expected(methods: dict[str, Any]) -> str | None:
     """What the refusal of these names; None: they work."""
     if methods["advantage"] in ("otb", "remax"):
-        return "advantage"
+        return "advantage|step_scale"  # whichever is looked at first
     if methods["advantage"] == "reinforce_pp" and methods["selector"] in ("greso", "backoff"):
         return "selector"
     if methods["advantage"] == "reinforce_pp" and methods["filter"] != "keep_all":
