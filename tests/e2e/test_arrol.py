@@ -94,22 +94,26 @@ def vote(*arguments: str) -> Any:
     return json.loads(result.stdout) if "--json" in arguments else result.stdout
 
 
+COUNTDOWN = "reward_funcs=countdown"
+"""For a run whose reward was an object."""
+
+
 def test_the_head_votes(tiny_config: dict[str, Any]) -> None:
     train(tiny_config | {"gates": [ARROL]})
     run = Path(tiny_config["output_dir"])
     HeadWeights.load(run / "model")  # raises if it is none
     assert (run / "checkpoints" / "step-000004" / FILE).is_file()
     every = "majority,deepconf-lowest,deepconf-bottom,deepconf-tail,logprob,head"
-    found = vote(str(run), *AMOUNT, "--weights", every, "--json")
+    found = vote(str(run), COUNTDOWN, *AMOUNT, "--weights", every, "--json")
     assert set(found["votes"]) == set(every.split(","))
     for v in found["votes"].values():
         assert v["low"] <= v["share"] <= v["high"] <= found["pass@4"]
     assert found["votes"]["majority"]["difference"] == 0
-    assert found == vote(str(run), *AMOUNT, "--weights", every, "--json") | {"seconds": found["seconds"]}
-    assert "head@4" in vote(str(run), *AMOUNT, "--weights", "majority,head")
+    assert found == vote(str(run), COUNTDOWN, *AMOUNT, "--weights", every, "--json") | {"seconds": found["seconds"]}
+    assert "head@4" in vote(str(run), COUNTDOWN, *AMOUNT, "--weights", "majority,head")
     for weights, message in (("majorty", "unknown weights 'majorty'"), ("head", "head needs")):
         (run / "model" / FILE).unlink(missing_ok=True)
-        result = CliRunner().invoke(app, ["vote", str(run), "eval_generations=2", "--weights", weights])
+        result = CliRunner().invoke(app, ["vote", str(run), COUNTDOWN, "eval_generations=2", "--weights", weights])
         assert result.exit_code != 0
         assert message in result.output.replace("\n", " ") + str(result.stderr).replace("\n", " ")
 

@@ -88,9 +88,7 @@ def test_a_reward_of_the_environments_that_nobody_asks_for(arguments: dict[str, 
     task = Twice()
     task.rewards_itself = True  # type: ignore[attr-defined]
     given = arguments | {"train_dataset": None, "args": settings(tmp_path / "out")}
-    with pytest.raises(
-        ConfigError, match="reward_funcs: the environments of twice give a reward that is lost"
-    ):
+    with pytest.raises(ConfigError, match="reward_funcs: the environments of twice give a reward that is lost"):
         WinnowGRPOTrainer(**given, env=task)
 
 

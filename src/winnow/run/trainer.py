@@ -81,7 +81,7 @@ class Trainer:
         trainer = cls.__new__(cls)
         again = Given(**given_again(given)).normalized()
         saved = resumed_config(Path(run_dir), overrides or {})
-        trainer._set_up(again, again.config(saved.model_dump()), callbacks, resume=True)
+        trainer._set_up(again, again.config(saved.model_dump(), resumed=True), callbacks, resume=True)
         return trainer
 
     def _set_up(self, given: Given, config: RunConfig, callbacks: Iterable[Any], *, resume: bool) -> None:

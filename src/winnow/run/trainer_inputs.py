@@ -53,15 +53,17 @@ class Given:
             raise ConfigError("env: rows of data, but train_dataset has rows too; give one of them")
         return replace(self, env=None, train_dataset=env)
 
-    def config(self, values: Mapping[str, Any]) -> RunConfig:
+    def config(self, values: Mapping[str, Any], *, resumed: bool = False) -> RunConfig:
         """Return the whole configuration; these arguments override `values`.
+
+        Objects take the place of names of reward functions, but in a run that is `resumed`: it compares their digests.
 
         Paths become absolute, so that a run can be resumed from anywhere.
         """
         values, functions = dict(values), self.reward_list
         if functions and all(isinstance(function, str) for function in functions):
             values["reward_funcs"] = list(functions)
-        elif functions:
+        elif functions and not resumed:
             values["reward_funcs"] = None  # objects, which no name stands for
         if isinstance(self.model, str):
             values["model"] = self.model
