@@ -135,6 +135,18 @@ COMPARED = (
 )
 
 
+DRAWN = (
+    *BASES,
+    "all",
+    "pilot-commit",
+    "thrifty",
+    "thrifty-drafts",
+    "thrifty-drafts-twice",
+    "thrifty-drafts-twice-linear",
+)
+"""As many as there are colors."""
+
+
 def name_of(arm: str, rate: float, task: str = "countdown") -> str:
     return f"{arm}-lr{rate}" if task == "countdown" else f"{task}-{arm}-lr{rate}"
 
@@ -309,8 +321,8 @@ def draw(said: Said, path: Path) -> None:
     figure, axes = plt.subplots(1, len(tasks), figsize=(14, 4.2), constrained_layout=True)
     color: dict[str, str] = {}
     for task, axis in zip(tasks, axes, strict=True):
-        for arm, rate in task.rates.items():
-            found = [run for run in task.of(arm, rate) if run["seed"] != TUNING]
+        for arm in (arm for arm in DRAWN if arm in task.rates):
+            found = [run for run in task.of(arm, task.rates[arm]) if run["seed"] != TUNING]
             if len(found) > 1:
                 tokens = np.linspace(0, min(run["curve"][-1][1] for run in found), 60)
                 passed = [[at_tokens(curve, x) for x in tokens] for curve, _ in task.pairs(found)]
