@@ -131,19 +131,10 @@ BASE = "dapo-fixed"
 BASES = (BASE, "dapo-fixed-linear", "dapo")
 COMPARED = (
     *("thrifty", "thrifty-drafts", "thrifty-drafts-twice", "thrifty-drafts-twice-linear"),
-    *("dapo", "dapo-fixed-linear"),
+    *("dapo", "dapo-fixed-linear", "all"),
+    *("pilot-commit", "speed-rl", "backoff", "knapsack", "mopps", "reinforce-ada", "reinforce-ada-balanced"),
 )
-
-
-DRAWN = (
-    *BASES,
-    "all",
-    "pilot-commit",
-    "thrifty",
-    "thrifty-drafts",
-    "thrifty-drafts-twice",
-    "thrifty-drafts-twice-linear",
-)
+DRAWN = (*BASES, *COMPARED[:4], "all", "pilot-commit")
 """As many as there are colors."""
 
 

@@ -1,4 +1,4 @@
-"""A task or rewards that were objects: whoever uses the run later takes no others for them without a word."""
+"""A task or rewards that were objects: later uses of the run refuse others, by name."""
 
 from __future__ import annotations
 

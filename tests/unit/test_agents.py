@@ -71,6 +71,13 @@ def test_what_was_sampled_is_trained_and_nothing_else(tokenizer):
     assert tokenizer.decode(ids[~sampled]) == "\n<s>user\nSure?<e>\n<s>assistant\n"
 
 
+def test_an_agent_for_tasks_that_reward_themselves_says_so():
+    rows = OneTurn()
+    assert not with_agent(rows, chat).rewards_itself
+    rows.rewards_itself = True
+    assert with_agent(rows, chat).rewards_itself
+
+
 def test_calls_of_tools_are_what_with_tools_makes_of_them(tokenizer):
     """An agent with a loop of its own, and the same tool run by Winnow: the same tokens."""
     offered = list(with_tools(OneTurn(), [add]).train[0].tools)

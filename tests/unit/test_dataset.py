@@ -78,6 +78,8 @@ def test_formats(tmp_path):
     assert len(build(tmp_path / "splits", split="test").train) == 1
     with pytest.raises(DataError, match="has no splits"):
         build(tmp_path / "disk", split="validation")
+    with pytest.raises(DataError, match="has no subset 'main'"):
+        build(tmp_path / "splits", subset="main")
     assert [p.text for p in DatasetConfig(path="x").with_rows(data.to_pandas()).train] == [r["prompt"] for r in rows]
     assert [p.text for p in DatasetConfig(path="x").with_rows(data).train] == [r["prompt"] for r in rows]
 

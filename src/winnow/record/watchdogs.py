@@ -127,7 +127,7 @@ class Watchdogs:
             return None
         return (
             f"reward_funcs: {', '.join(unasked)} judged no rollout of step {row['step']:.0f}: the environment, or the "
-            "agent, gave the rewards itself; ignore this if that is intended"
+            "agent, gave the rewards; ignore this if that is intended"
         )
 
     def _causes_of_zero(self, name: str, row: Metrics) -> Iterator[str]:

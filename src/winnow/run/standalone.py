@@ -73,8 +73,8 @@ def opened(
 ) -> Iterator[tuple[Policy, RollOut, Rewarder]]:
     """Yield policy, roll-out function and rewards, which are closed when the block ends.
 
-    `report`: extra values of evaluation rollouts; see `RolloutOptions`. Raises ConfigError where a run's task or reward
-    functions are not those of `saved`, as when they were objects, which no configuration names.
+    `saved`: fingerprints of a run's task and reward functions. `report`: extra values of evaluation rollouts; see
+    `RolloutOptions`. Raises ConfigError where the configuration does not make the same ones, e.g. as they were objects.
     """
     start = Start.of(config)
     machine = settle(config, start, alone=True)
@@ -85,9 +85,9 @@ def opened(
     assert engine is not None
     runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(config, report=report))
     try:
-        found = {"task": task.fingerprint(), "reward functions": rewarder.fingerprint()}
-        for key, name in (("env", "task"), ("reward_funcs", "reward functions")):
-            if saved.get(name, found[name]) != found[name]:
+        sources = (("env", "task", task), ("reward_funcs", "reward functions", rewarder))
+        for key, name, source in sources:
+            if name in saved and saved[name] != source.fingerprint():
                 raise ConfigError(
                     f"{key}: the configuration of the run does not make its {name} again (they were objects, or files "
                     f"have changed); name them, {key}=..."

@@ -56,9 +56,8 @@ class Given:
     def config(self, values: Mapping[str, Any], *, resumed: bool = False) -> RunConfig:
         """Return the whole configuration; these arguments override `values`.
 
-        Objects take the place of names of reward functions, but in a run that is `resumed`: it compares their digests.
-
-        Paths become absolute, so that a run can be resumed from anywhere.
+        Paths become absolute, so that a run can be resumed from anywhere. Reward functions given as objects clear the
+        names in `values`. A `resumed` run keeps its names, and compares fingerprints later.
         """
         values, functions = dict(values), self.reward_list
         if functions and all(isinstance(function, str) for function in functions):
