@@ -45,6 +45,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dapo-small-drafts-twice": (*SMALL, *DRAFTS, *TWICE, *CLIP),
     "dapo-fixed-drafts": (*FIXED, *DRAFTS),
     "dapo-fixed-linear": (*FIXED, *LINEAR),
+    "dapo-fixed-linear-half": (*FIXED, *LINEAR),
     "greso": GRESO,
     "uniform": ("num_generations=4", "filter=keep_all"),
     "active": ACTIVE,
@@ -71,7 +72,9 @@ METHODS: dict[str, tuple[str, ...]] = {
     "thrifty-drafts": (*BAYES, *SMALL, *DRAFTS),
     "thrifty-drafts-linear": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
     "thrifty-drafts-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
+    "thrifty-drafts-twice-long": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
+    "thrifty-drafts-twice-linear-short": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
     "thrifty-4": (*BAYES, "prompts_per_step=4"),
     "thrifty-knapsack": (*BAYES, *SMALL, *KNAPSACK),
     "oracle": (*ORACLE, *SMALL),
@@ -79,6 +82,12 @@ METHODS: dict[str, tuple[str, ...]] = {
 """Arm -> what it changes in the task's recipe, which refills groups without signal exactly."""
 STEPS = {REUSE[0]: 10 / 3, SMALL[0]: 4, "prompts_per_step=4": 8}
 """Change -> how many times as many optimizer steps an arm with it has."""
+LENGTHS = {
+    "dapo-fixed-linear-half": 1 / 2,
+    "thrifty-drafts-twice-linear-short": 4 / 5,
+    "thrifty-drafts-twice-long": 3 / 2,
+}
+"""Arm -> how many times as many it has besides."""
 DAPO_REFILL = (
     *("gates=[]", "filter=zero_variance", "num_generations=8", "prompts_per_step=32", "advantage=rloo"),
     *("policy_loss=plain", "loss_type=sequence_sum", "correction={name: truncate, low: 0.1003, high: 9.974}"),
@@ -338,7 +347,7 @@ SHOWN: tuple[tuple[str, float, str], ...] = (
 def arms() -> Iterator[Arm]:
     for task, each in TASKS.items():
         for arm, changes in METHODS.items():
-            more = math.prod(STEPS.get(change, 1) for change in changes)
+            more = LENGTHS.get(arm, 1) * math.prod(STEPS.get(change, 1) for change in changes)
             for rate in RATES:
                 settings = (
                     f"learning_rate={rate * each.rate:g}",

@@ -62,6 +62,16 @@ def test_eval_of_a_plain_model(tiny_model: Path) -> None:
     assert json.loads(found.stdout)["prompts"] == 3
 
 
+@pytest.mark.parametrize("command", ["eval", "vote"])
+@pytest.mark.parametrize(
+    ("override", "key"), [("temperature=0.5", "eval_temperature"), ("num_generations=4", "eval_generations")]
+)
+def test_an_override_that_only_training_reads_is_refused(command: str, override: str, key: str) -> None:
+    refused = winnow(command, "no-model", "env=countdown", override)
+    assert refused.exit_code == 1
+    assert f"{override.partition('=')[0]}: has no effect on an evaluation; set {key}" in refused.output
+
+
 def test_pass_rates_of_a_model(tiny_model: Path, tmp_path: Path) -> None:
     assert "name the task" in winnow("pass-rates", tiny_model).output
     path = tmp_path / "profile.jsonl"

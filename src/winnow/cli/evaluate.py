@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,7 +23,7 @@ def evaluate(model: Model, overrides: Overrides = None, config: Config = None, a
     """
     from ..run.standalone import evaluate_model
 
-    show(evaluate_model(model, settings(overrides, config)), as_json)
+    show(evaluate_model(model, _settings(overrides, config)), as_json)
 
 
 @command(app)
@@ -41,7 +42,7 @@ def vote(
     """
     from ..study.vote import render, vote_model
 
-    values = settings(overrides, config, eval_generations=32)
+    values = _settings(overrides, config, eval_generations=32)
     show(vote_model(model, values, [w.strip() for w in weights.split(",")]), as_json, render)
 
 
@@ -61,3 +62,14 @@ def compare(
     if output is not None:
         write_page(found, output)
     show(asdict(found), as_json, lambda _: render(found, out.width))
+
+
+def _settings(overrides: Sequence[str] | None, config: Path | None, **defaults: Any) -> dict[str, Any]:
+    """Read settings. Raises ConfigError for an override that only training reads, e.g. temperature."""
+    from ..config import ConfigError, RunConfig
+
+    for key in (override.partition("=")[0] for override in overrides or ()):
+        here = f"eval_{key.removeprefix('num_')}"
+        if here in RunConfig.model_fields:
+            raise ConfigError(f"{key}: has no effect on an evaluation; set {here}")
+    return settings(overrides, config, **defaults)
