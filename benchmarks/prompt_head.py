@@ -1,32 +1,40 @@
-"""How well a prompt's hidden state tells its pass rate before anything is sampled.
+"""How well a prompt's hidden state tells its pass rate before anything is sampled, in runs that were recorded.
 
-    winnow pass-rates MODEL --config recipes/countdown-greso.yaml n=16 -o rates.jsonl
-    python benchmarks/prompt_head.py MODEL rates.jsonl --config recipes/countdown-greso.yaml --out FILE
+    python benchmarks/prompt_head.py RUN ... --out benchmarks/results/prompt_head.json
 
-A logistic regression on the last hidden state of the prompt learns from the first groups and is asked for the others:
-whether theirs are mixed (AUROC; 0.5 knows nothing), and how much more signal the half that it likes best has.
+In a run's first epoch every prompt is new. A logistic regression on the prompt's last hidden state under the starting
+model learns from the groups so far, from recent ones most, and is asked for the next window: which groups are mixed
+(AUROC within the window; 0.5 knows nothing), and how many times as many of them are in the half that it likes best.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from harness import machine, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from winnow.config import load_config
+from winnow.config import validate
 from winnow.engine.pretrained import located
 from winnow.env.prompting import encode_prompt
 from winnow.methods.gate.arrol.stats import auroc
+from winnow.record.records import LEDGER, read_config
 from winnow.run.build import build_task
 
-TRAINED_ON = (64, 256, 1024, 2048)
-"""Groups."""
-RIDGE = 10.0
+RIDGE = 30.0
+WINDOWS = 12
+"""Of an epoch; the regression is fitted before each but the first."""
+HALF_LIFE = 3
+"""Windows after which a group counts half."""
+GROUPS = """SELECT v.prompt_id, o.mean_reward * o.group_size, o.group_size FROM visits v
+JOIN outcomes o ON o.visit = v.visit AND o.void = 0
+WHERE v.void = 0 AND v.epoch = 0 AND o.mean_reward IS NOT NULL ORDER BY v.visit"""
 
 
 def features(model: torch.nn.Module, prompts: list[tuple[int, ...]]) -> np.ndarray:
@@ -40,55 +48,57 @@ def features(model: torch.nn.Module, prompts: list[tuple[int, ...]]) -> np.ndarr
     return np.c_[x, np.ones(len(x))]
 
 
-def fitted(x: np.ndarray, right: np.ndarray, n: int) -> np.ndarray:
+def fitted(x: np.ndarray, right: np.ndarray, n: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Return weights [D] of a ridge logistic regression on x [N, D], by Newton's method.
 
-    `right` [N]: right answers of `n`.
+    `right` [N]: right answers of `n` [N]; `weight` [N]: what a group counts.
     """
     w = np.zeros(x.shape[1])
-    for _ in range(30):
-        p = 1 / (1 + np.exp(-x @ w))
-        hessian = (x * (n * p * (1 - p))[:, None]).T @ x + RIDGE * np.eye(len(w))
-        w += np.linalg.solve(hessian, x.T @ (right - n * p) - RIDGE * w)
+    for _ in range(12):
+        p = chance(x, w)
+        hessian = (x * (weight * n * p * (1 - p))[:, None]).T @ x + RIDGE * np.eye(len(w))
+        w += np.linalg.solve(hessian, x.T @ (weight * (right - n * p)) - RIDGE * w)
     return w
+
+
+def chance(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-np.clip(x @ w, -30, 30)))
+
+
+def asked(run: Path) -> dict[str, Any]:
+    config = validate(read_config(run), str(run))
+    with sqlite3.connect(run / LEDGER) as db:
+        ids, right, n = map(np.array, zip(*db.execute(GROUPS), strict=True))
+    prompts = {p.id: p for p in build_task(config.env).train}
+    tokenizer = AutoTokenizer.from_pretrained(located(config.model))
+    model = AutoModelForCausalLM.from_pretrained(located(config.model)).eval()
+    x = features(model, [encode_prompt(tokenizer, p) for p in prompts.values()])
+    x = x[[list(prompts).index(i) for i in ids.tolist()]]
+    mixed, size = (right > 0) & (right < n), -(-len(ids) // WINDOWS)
+    found = []
+    for start in range(size, len(ids), size):
+        weight = 0.5 ** ((start - np.arange(start)) / (HALF_LIFE * size))
+        w = fitted(x[:start], right[:start], n[:start], weight)
+        new = slice(start, start + size)
+        p, hit = chance(x[new], w), mixed[new]
+        liked = np.argsort(-p * (1 - p))[: len(p) // 2]
+        found.append((auroc(p * (1 - p), hit, np.ones(len(p))), hit[liked].mean() / hit.mean()))
+    auc, more = np.mean(found, 0)
+    figures = {"mixed": mixed.mean(), "auroc_mixed": auc, "mixed_in_the_liked_half": more}
+    return {"groups": len(ids)} | {name: round(float(figure), 3) for name, figure in figures.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("rates", type=Path)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--set", nargs="*", default=[], help="key=value of the configuration")
+    parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rates = {row["id"]: row for row in map(json.loads, options.rates.read_text(encoding="utf-8").splitlines())}
-    config = load_config(options.config, [f"model={options.model}", *options.set])
-    prompts = [p for p in build_task(config.env).train if p.id in rates]
-    tokenizer = AutoTokenizer.from_pretrained(located(options.model))
-    model = AutoModelForCausalLM.from_pretrained(located(options.model)).eval()
-    x, n = features(model, [encode_prompt(tokenizer, p) for p in prompts]), next(iter(rates.values()))["n"]
-    right = np.array([rates[p.id]["correct"] for p in prompts])
-    order = np.random.default_rng(0).permutation(len(x))
-    test = order[len(x) // 2 :]
-    rate, mixed = right[test] / n, (right[test] > 0) & (right[test] < n)
-    found = []
-    for many in (m for m in TRAINED_ON if m <= len(x) // 2):
-        p = 1 / (1 + np.exp(-x[test] @ fitted(x[order[:many]], right[order[:many]], n)))
-        liked = np.argsort(-p * (1 - p))[: len(test) // 2]
-        signal = rate * (1 - rate)
-        found.append(
-            {
-                "groups": many,
-                "auroc_mixed": round(auroc(p * (1 - p), mixed, np.ones(len(p))), 3),
-                "correlation_of_rates": round(float(np.corrcoef(p, rate)[0, 1]), 3),
-                "signal_of_the_liked_half": round(float(signal[liked].mean() / signal.mean()), 3),
-            }
-        )
-        print(found[-1])
+    said = {}
+    for run in options.runs:
+        said[run.name] = asked(run)
+        print(run.name, json.dumps(said[run.name]), flush=True)
     if options.out:
-        said = {"machine": machine("cpu"), "prompts": len(prompts), "rollouts": n, "mixed": float(mixed.mean())}
-        old = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
-        write_json(options.out, old | {Path(options.config).stem: said | {"trained_on": found}})
+        write_json(options.out, {"machine": machine("cpu"), "runs": said})
 
 
 if __name__ == "__main__":

@@ -140,6 +140,7 @@ BASE = "dapo-fixed"
 BASES = (BASE, "dapo-fixed-linear", "dapo")
 COMPARED = (
     *("thrifty", "thrifty-drafts", "thrifty-drafts-twice", "thrifty-drafts-twice-linear"),
+    *("thrifty-drafts-twice-linear-short", "thrifty-drafts-twice-long"),
     *("dapo", "dapo-fixed-linear", "all"),
     *("pilot-commit", "speed-rl", "backoff", "knapsack", "mopps", "reinforce-ada", "reinforce-ada-balanced"),
 )
@@ -317,10 +318,10 @@ def draw(said: Said, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tasks = [Task(name, said["runs"]) for name in ("countdown", "chain", "smollm2")]
-    figure, axes = plt.subplots(1, len(tasks), figsize=(14, 4.2), constrained_layout=True)
+    tasks = [Task(name, said["runs"]) for name in TASKS]
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
     color: dict[str, str] = {}
-    for task, axis in zip(tasks, axes, strict=True):
+    for task, axis in zip(tasks, axes.flat, strict=True):
         for arm in (arm for arm in DRAWN if arm in task.rates):
             found = [run for run in task.of(arm, task.rates[arm]) if run["seed"] != TUNING]
             if len(found) > 1:
