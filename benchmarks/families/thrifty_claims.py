@@ -6,7 +6,7 @@ Rates are chosen on `TUNING`, a seed that is not reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ REUSE = ("reuse={updates: 4, max_age: 16, min_ess: 0.5}", "step_scale=ess")
 TWICE = ("reuse={updates: 2, max_age: 16, min_ess: 0.5}", "step_scale=ess")
 CLIP = ("policy_loss=clip", "epsilon_high=0.28", "correction=none")
 PROBE = ("group_size={name: sequential, probe: 4}",)
+PROBE_3 = ("group_size={name: sequential, probe: 3}",)
 SMALL = ("prompts_per_step=8",)
 """As many optimizer steps a sampled token as `REUSE` has, each with a quarter of the groups."""
 HARD = ("group_size={name: sequential, probe: 4, hard_size: 16}",)
@@ -72,6 +73,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "thrifty-drafts": (*BAYES, *SMALL, *DRAFTS),
     "thrifty-drafts-linear": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
     "thrifty-drafts-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
+    "thrifty-drafts-twice-probe": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *PROBE_3),
     "thrifty-drafts-twice-long": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
     "thrifty-drafts-twice-linear-short": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
@@ -140,10 +142,13 @@ BASE = "dapo-fixed"
 BASES = (BASE, "dapo-fixed-linear", "dapo")
 COMPARED = (
     *("thrifty", "thrifty-drafts", "thrifty-drafts-twice", "thrifty-drafts-twice-linear"),
-    *("thrifty-drafts-twice-linear-short", "thrifty-drafts-twice-long"),
-    *("dapo", "dapo-fixed-linear", "all"),
-    *("pilot-commit", "speed-rl", "backoff", "knapsack", "mopps", "reinforce-ada", "reinforce-ada-balanced"),
+    *("thrifty-drafts-twice-linear-short", "thrifty-drafts-twice-long", "dapo", "dapo-fixed-linear", "all"),
 )
+PEERS = (
+    *("pilot-commit", "speed-rl", "backoff", "knapsack", "mopps", "reinforce-ada", "reinforce-ada-balanced"),
+    "thrifty",
+)
+"""Other papers' rules, and what they are compared with."""
 DRAWN = (*BASES, *COMPARED[:4], "all", "pilot-commit")
 """As many as there are colors."""
 
@@ -155,6 +160,8 @@ def name_of(arm: str, rate: float, task: str = "countdown") -> str:
 def summary(run: Run) -> Summary:
     passed = [p.passed for p in run.data.curve]
     accepted = {0: 0.0} | {int(row["step"]): row.get("num_accepted_tokens", 0.0) for row in run.rows}
+    judged = [(row["groups/judged"], row["frac_reward_zero_std"]) for row in run.rows if "frac_reward_zero_std" in row]
+    groups, equal = sum(n for n, _ in judged), sum(n * share for n, share in judged)
     return {
         "seed": run.seed,
         "pass@1": passed[-1],
@@ -162,6 +169,7 @@ def summary(run: Run) -> Summary:
         "mean_pass@1": float(np.mean(passed[1:])),
         "tokens": run.data.tokens - max(accepted.values()),
         "accepted": max(accepted.values()),
+        "mixed": round(1 - equal / max(1, groups), 4),
         "seconds": sum(row.get(f"seconds/{part}", 0.0) for row in run.rows for part in ("generate", "update", "reuse")),
         "deployed": run.deployed,
         "curve": [[step, tokens - accepted[int(step)], *rest] for step, tokens, *rest in run.curve],
@@ -248,6 +256,7 @@ class Task:
             t.mean("best on the way", "best"),
             t.mean("final pass@8", "deployed.pass@8"),
             t.mean("tokens", "tokens", "{:.2f}M", 1e-6),
+            t.share("mixed groups", "mixed"),
             Column("pass@1 at equal tokens, less DAPO's", self.ahead),
             Column("tokens to DAPO's final pass@1", self.to_base(1.0)),
             Column("to 95% of it", self.to_base(0.95)),
@@ -293,17 +302,18 @@ def tables(said: Said) -> dict[str, str]:
         for table, rows in ((f"rates-{name}", tuning), (f"thrifty-{name}", counted)):
             if shown := {arm: found for arm, found in rows.items() if found}:
                 made[table] = t.table_of(shown, task.columns())
-    return made | {"thrifty-against": against(said["runs"])}
+    made["thrifty-against"] = against(said["runs"], COMPARED, list(TASKS))
+    return made | {"thrifty-peers": against(said["runs"], PEERS, ["countdown"])}
 
 
-def against(runs: Figures) -> str:
+def against(runs: Figures, arms: Sequence[str], tasks: Sequence[str]) -> str:
     """Arms and the bases that they are paired with, by seed; ratios and differences to the base."""
     rows = []
-    for task in TASKS:
+    for task in tasks:
         for base in BASES:
             pairs = Task(task, runs, base)
             columns = pairs.paired_columns()
-            for arm in COMPARED if pairs.base else ():
+            for arm in arms if pairs.base else ():
                 found = pairs.of(arm, pairs.rates[arm]) if arm != base and arm in pairs.rates else []
                 if found := [run for run in found if run["seed"] != TUNING and run["seed"] in pairs.base]:
                     names = [name_of(name, pairs.rates[name], task) for name in (arm, base)]
