@@ -348,8 +348,8 @@ def draw(said: Said, path: Path) -> None:
 SHOWN: tuple[tuple[str, float, str], ...] = (
     *((arm, 2, "countdown") for arm in (BASE, "dapo", "greso")),
     *((arm, 1, "countdown") for arm in ("thrifty", "thrifty-drafts")),
-    *((arm, 2, "chain") for arm in (BASE, "dapo", "dapo-fixed-linear")),
-    *((arm, 1, "chain") for arm in ("thrifty", "thrifty-drafts", "thrifty-drafts-twice-linear")),
+    *((arm, 2, "chain") for arm in ("dapo", "dapo-fixed-linear")),
+    *((arm, 1, "chain") for arm in (BASE, "thrifty", "thrifty-drafts", "thrifty-drafts-twice-linear")),
     ("thrifty-drafts-twice", 0.5, "chain"),
 )
 """Arms at their best rates."""
