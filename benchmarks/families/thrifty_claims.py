@@ -89,7 +89,7 @@ LENGTHS = {
     "thrifty-drafts-twice-linear-short": 4 / 5,
     "thrifty-drafts-twice-long": 3 / 2,
 }
-"""Arm -> how many times as many it has besides."""
+"""Arm -> the factor by which its number of optimizer steps differs from that of others with its changes."""
 DAPO_REFILL = (
     *("gates=[]", "filter=zero_variance", "num_generations=8", "prompts_per_step=32", "advantage=rloo"),
     *("policy_loss=plain", "loss_type=sequence_sum", "correction={name: truncate, low: 0.1003, high: 9.974}"),
