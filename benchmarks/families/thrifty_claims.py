@@ -37,6 +37,7 @@ ACTIVE = ("num_generations=4", "filter={name: zero_variance, refill: false}")
 ADAPTIVE_K = ("group_size={name: adaptive_k, tau: 0.5, window: 5}",)
 DRAFTS = ("speculative={epochs: 4}",)
 LINEAR = ("lr_scheduler_type=linear",)
+BLOCKS = ("blocks={prompts: 256, passes: 4}",)
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
 """Knows every pass rate: all prompts are rolled out 16 times every 100 steps, which costs it nothing here."""
 METHODS: dict[str, tuple[str, ...]] = {
@@ -74,8 +75,10 @@ METHODS: dict[str, tuple[str, ...]] = {
     "thrifty-drafts-linear": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
     "thrifty-drafts-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-probe": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *PROBE_3),
+    "thrifty-drafts-twice-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *BLOCKS),
     "thrifty-drafts-twice-long": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
+    "thrifty-drafts-twice-linear-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR, *BLOCKS),
     "thrifty-drafts-twice-linear-short": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
     "thrifty-4": (*BAYES, "prompts_per_step=4"),
     "thrifty-knapsack": (*BAYES, *SMALL, *KNAPSACK),

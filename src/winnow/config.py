@@ -31,6 +31,7 @@ from .base.paths import below_home, out_of_home
 from .base.schedule import OWN, Schedule, check_schedule
 from .base.sections import OF_ADAPTER as OF_ADAPTER
 from .base.sections import AuditConfig as AuditConfig
+from .base.sections import BlocksConfig as BlocksConfig
 from .base.sections import LoraConfig as LoraConfig
 from .base.sections import ReuseConfig as ReuseConfig
 from .base.sections import SaveDtype as SaveDtype
@@ -128,6 +129,7 @@ class RunConfig(BaseModel):
 
     # methods, each a name or {name: ..., options}
     selector: MethodSpec = "uniform"
+    blocks: BlocksConfig | None = None
     rollout_batch: MethodSpec = "exact"
     group_size: MethodSpec = "fixed"
     gates: list[MethodSpec] = []

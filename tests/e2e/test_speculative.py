@@ -13,6 +13,7 @@ from winnow import ConfigError, Trainer
 from winnow.sampler.drafts import Drafts
 
 from ..builders.runs import CARRYING, assert_clean, metrics_of, train
+from .test_audit_rules import Unrelated
 
 REWARDS = Path(__file__).resolve().parent.parent / "parity.py"
 SPECULATIVE = CARRYING | {"speculative": {"epochs": 8}, "max_steps": 6}
@@ -71,3 +72,21 @@ def test_engines_without_drafts_are_refused(tiny_config: dict[str, Any], monkeyp
         Trainer(config=tiny_config | {"speculative": {"epochs": 2}, "repetition_penalty": 1.2}).train()
     with pytest.raises(ConfigError, match=r"speculative\.epochs: .*greater than or equal to 2"):
         Trainer(config=tiny_config | {"speculative": {"epochs": 1}})
+
+
+def test_blocks_bring_drafts_within_the_first_epoch(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = tiny_config | SPECULATIVE | {"max_steps": 3, "output_dir": str(run)}
+    prompts = config["prompts_per_step"]
+    train(config | {"blocks": {"prompts": prompts, "passes": 2}, "env": {"name": "countdown", "train_size": 64}})
+    assert metrics(run)[-1]["epoch"] < 1
+    assert metrics(run)[-1]["num_accepted_tokens"] > 0
+    assert_clean(run)
+
+
+def test_blocks_that_cannot_be_made_are_refused(tiny_config: dict[str, Any]) -> None:
+    values = tiny_config | {"blocks": {"prompts": 24}}
+    with pytest.raises(ConfigError, match="blocks: prompts: 24 has no effect on a data set of 24"):
+        Trainer(config=values)
+    with pytest.raises(ConfigError, match="blocks: cannot order the visits of a Unrelated; derive it from"):
+        Trainer(config=tiny_config | {"blocks": {"prompts": 4}, "selector": f"{Unrelated.__module__}:Unrelated"})

@@ -93,6 +93,13 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
         group_size.begin(prompts, judge)
     with _errors_of("selector"):
         selector: StreamSelector = options["selector"][0].build(prompts, c.seed, judge)
+    if c.blocks is not None:
+        if c.blocks.prompts >= len(prompts):
+            raise ConfigError(
+                f"blocks: prompts: {c.blocks.prompts} has no effect on a data set of {len(prompts)}; lower it, or "
+                "remove blocks"
+            )
+        _stream("blocks: cannot order the visits", selector).in_blocks(c.blocks.prompts, c.blocks.passes)
     return Methods(
         selector=selector if c.audit is None else _audited(c, c.audit, selector, judge),
         rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),
@@ -190,13 +197,18 @@ def _all_of(c: RunConfig, filters: Sequence[Filter]) -> Filter:
         return AllOf(list(zip(names, filters, strict=True)))
 
 
-def _audited(c: RunConfig, audit: AuditConfig, selector: StreamSelector, judge: GroupJudge) -> StreamSelector:
+def _stream(what: str, selector: StreamSelector) -> StreamSelector:
+    """Raise ConfigError, which begins with `what`, for a selector of the user's own that is no stream."""
     if not isinstance(selector, StreamSelector):
         raise ConfigError(
-            f"audit: cannot override the skips of a {type(selector).__name__}; derive it from "
-            "winnow.methods.select.StreamSelector, or remove audit"
+            f"{what} of a {type(selector).__name__}; derive it from winnow.methods.select.StreamSelector, or remove "
+            f"{what.partition(':')[0]}"
         )
-    if selector.skips:
+    return selector
+
+
+def _audited(c: RunConfig, audit: AuditConfig, selector: StreamSelector, judge: GroupJudge) -> StreamSelector:
+    if _stream("audit: cannot override the skips", selector).skips:
         rule = RuleAudit(name_of(c.selector), audit.epsilon, audit.max_signal_loss, seed=c.seed)
         return cast(StreamSelector, AuditedSelector(selector, rule, judge))
     if not c.gates:
