@@ -17,7 +17,7 @@ from winnow.methods.pass_rates import PassRate
 from winnow.methods.select import SELECTORS
 from winnow.methods.select.backoff import Backoff
 from winnow.methods.select.greso import Greso, GresoSelector, adjust, rollout_batch_size, skip_probability
-from winnow.methods.select.stream import PATIENCE, StreamSelector
+from winnow.methods.select.stream import PATIENCE
 from winnow.methods.size import ROLLOUT_BATCHES
 from winnow.methods.success import Success
 from winnow.types import Group, GroupKind, Prompt, Visit
@@ -281,37 +281,8 @@ def test_an_exhausted_stream_gives_fewer_and_never_hangs(name: str) -> None:
     assert not kept(visits)
 
 
-class TestBlocks:
-    """Ten prompts in blocks of four, which leaves two for the last, with three passes over each."""
-
-    def test_a_block_is_passed_over_before_the_next_one(self) -> None:
-        selector = SELECTORS["uniform"]().build(PROMPTS, 7)
-        whole = [v.prompt.ordinal for v in selector.select(10)]
-        selector = self.build("uniform")
-        passes = [*whole[:4] * 3, *whole[4:8] * 3, *whole[8:] * 3]
-        visits = selector.select(30)
-        assert [v.prompt.ordinal for v in visits] == passes
-        assert [v.epoch for v in visits] == [*[0] * 4, *[1] * 4, *[2] * 4] * 2 + [0, 0, 1, 1, 2, 2]
-        assert {v.epoch for v in selector.select(12)} == {3, 4, 5}, "passes over the next block of four"
-
-    @pytest.mark.parametrize("name", ["uniform", "greso", "backoff", "bayes", "thompson"])
-    def test_no_prompt_has_an_epoch_twice_and_the_calls_do_not_matter(self, name: str) -> None:
-        visits = self.build(name).select(40)
-        assert len({(v.epoch, v.prompt.ordinal) for v in visits}) == len(visits)
-        one_by_one, parts = self.build(name), []
-        while len(parts) < len(visits):
-            parts += one_by_one.select(1)
-        assert parts == visits
-
-    @staticmethod
-    def build(name: str) -> StreamSelector:
-        selector: StreamSelector = SELECTORS[name]().build(PROMPTS, 7)
-        selector.in_blocks(4, 3)
-        return selector
-
-
 @pytest.mark.parametrize("blocks", [(10, 1), (4, 3)])
-@pytest.mark.parametrize("name", ["greso", "backoff"])
+@pytest.mark.parametrize("name", ["greso", "backoff", "bayes", "thompson"])
 @pytest.mark.parametrize("k", [1, 5, 11, 17])
 def test_resume_with_history_is_exact(name: str, k: int, blocks: tuple[int, int]) -> None:
     def build() -> Any:

@@ -61,7 +61,7 @@ class StreamSelector(Stateful):
         self.block, self.passes = size, passes
 
     def _order_of(self, number: int) -> np.ndarray:
-        """Return all prompts in the order of a round, int32 [N]: an epoch, or as many as a block has passes."""
+        """Return the order of all prompts in a round, int32 [N]: in an epoch, or with blocks in `passes` of them."""
         if self._fixed_N is not None:
             return self._fixed_N
         return np.random.default_rng((self.seed, number)).permutation(len(self.prompts)).astype(np.int32)
