@@ -272,6 +272,10 @@ Purpose = Literal["train", "eval", "greedy", "profile", "probe"]
 engine with the learner. Each has its own sampling options and noise; gates decide about `train` alone."""
 
 
+Draft = tuple[tuple[int, ...], ...]
+"""Tokens of each turn of a rollout."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """Work for a sampler: `size` rollouts of a visit. Each purpose numbers its visits separately."""
@@ -281,8 +285,8 @@ class Job:
     purpose: Purpose = "train"
     first: int = 0
     """Number of the first sibling; more than 0 where the others have been rolled out before."""
-    drafts: tuple[tuple[int, ...], ...] = ()
-    """Tokens that each sibling sampled at an earlier visit, for the engine to try; empty: none."""
+    drafts: tuple[Draft, ...] = ()
+    """What each sibling sampled at an earlier visit, for the engine to try; empty: none."""
     noise: int | None = None
     """Number of the noise that tokens are drawn with; None: the visit's epoch."""
 

@@ -21,6 +21,7 @@ from winnow.study.report import write_report
 from winnow.types import GroupView, Token, Verdict
 
 from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
+from ..builders.selectors import Unrelated
 from ..gates import Fake
 from ..parity import parity_reward
 
@@ -115,15 +116,7 @@ def test_an_audit_of_nothing_is_refused(tiny_config: dict[str, Any]) -> None:
             Trainer(config=tiny_config | {"audit": audit}, reward_funcs=parity_reward)
 
 
-@dataclass(frozen=True)
-class Unrelated:
-    """A selector that does not derive from `StreamSelector`."""
-
-    def build(self, prompts: Any, seed: int, judge: Any) -> Unrelated:
-        return self
-
-
 def test_an_audit_of_a_selector_whose_skips_cannot_be_overridden_is_refused(tiny_config: dict[str, Any]) -> None:
-    values = tiny_config | {"audit": {"epsilon": 0.1}, "selector": f"{__name__}:Unrelated"}
+    values = tiny_config | {"audit": {"epsilon": 0.1}, "selector": f"{Unrelated.__module__}:Unrelated"}
     with pytest.raises(ConfigError, match=r"audit: cannot override the skips of a Unrelated; derive it from"):
         Trainer(config=values, reward_funcs=parity_reward)

@@ -10,10 +10,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from winnow import ConfigError, Trainer
+from winnow.rollout.in_flight import Flight
 from winnow.sampler.drafts import Drafts
 
+from ..builders.agents import agent_config
 from ..builders.runs import CARRYING, assert_clean, metrics_of, train
-from .test_audit_rules import Unrelated
+from ..builders.selectors import Unrelated
+from ..builders.tokenizers import save_chat_model
 
 REWARDS = Path(__file__).resolve().parent.parent / "parity.py"
 SPECULATIVE = CARRYING | {"speculative": {"epochs": 8}, "max_steps": 6}
@@ -46,6 +49,25 @@ def test_drafts_change_nothing_but_what_is_decoded(
     weights = [load_file(run / "model" / "model.safetensors") for run in (with_, without)]
     for name, tensor in weights[0].items():
         assert tensor == pytest.approx(weights[1][name], abs=1e-5), name
+
+
+def test_later_turns_have_drafts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent of two turns, which forgets its history in some rollouts, with all drafts and with those of turn one."""
+    config = agent_config(save_chat_model(tmp_path / "model"), tmp_path) | {
+        "speculative": {"epochs": 8},
+        "max_steps": 8,
+        "learning_rate": 1e-5,
+    }
+    both, first = tmp_path / "both", tmp_path / "first"
+    train(config | {"output_dir": str(both)})
+    assert_clean(both)
+    draft = Flight.draft
+    monkeypatch.setattr(Flight, "draft", lambda flight, s: () if s.rollout.turns else draft(flight, s))
+    train(config | {"output_dir": str(first)})
+    rows, others = metrics(both), metrics(first)
+    for one, other in zip(rows, others, strict=True):
+        assert (one["num_tokens"], one["reward"]) == (other["num_tokens"], other["reward"])
+    assert rows[-1]["num_accepted_tokens"] > 1.5 * others[-1]["num_accepted_tokens"] > 0
 
 
 def test_drafts_go_along_with_jobs_to_processes(tiny_config: dict[str, Any]) -> None:

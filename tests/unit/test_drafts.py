@@ -15,7 +15,7 @@ from winnow.engine import Finished, LocalEngine, Reached, Request, SamplingParam
 from winnow.rollout.options import RolloutOptions, check_drafts
 from winnow.sampler.codec import job_from, job_state
 from winnow.sampler.drafts import Drafts, DraftsState
-from winnow.types import Group, Job, Prompt, Rollout, Turn, Visit
+from winnow.types import Draft, Group, Job, Prompt, Rollout, Turn, Visit
 
 from ..builders.engines import make_engine
 from .engine_models import EOS, FUSED, GENERIC, VOCAB, make_model, run
@@ -156,28 +156,29 @@ def test_a_run_that_would_save_nothing_is_refused() -> None:
         check_drafts([penalty], frozenset({"drafts"}))
 
 
-def group(ordinal: int, epoch: int, tokens: list[list[int]], first_turn: int | None = None) -> Group:
+def group(ordinal: int, epoch: int, tokens: list[list[int]], turns: tuple[tuple[int, int], ...] = ()) -> Group:
+    """A group of rollouts with these tokens; `turns`: where each begins and ends, by default one of all tokens."""
     rollouts = []
     for i, ids in enumerate(tokens):
         n = len(ids)
         rollout = Rollout(i, (1,), np.array(ids), np.ones(n, bool), np.zeros(n, np.float32), np.zeros(n, np.int32))
-        rollout.turns = [Turn("", None, 0, n if first_turn is None else first_turn, "eos")]
+        rollout.turns = [Turn("", None, start, stop, "eos") for start, stop in turns or [(0, n)]]
         rollouts.append(rollout)
     return Group(Visit(ordinal, epoch, PROMPTS[ordinal]), rollouts)
 
 
-def drafts_of(drafts: Drafts, visit: Visit, size: int, first: int = 0) -> tuple[tuple[int, ...], ...]:
+def drafts_of(drafts: Drafts, visit: Visit, size: int, first: int = 0) -> tuple[Draft, ...]:
     return drafts.job(visit, size, first).drafts
 
 
-def test_drafts_are_the_first_turns_of_the_last_rollouts_with_the_same_noise() -> None:
+def test_drafts_are_the_turns_of_the_last_rollouts_with_the_same_noise() -> None:
     drafts = Drafts(epochs=3)
     assert drafts_of(drafts, Visit(0, 0, PROMPTS[2]), 2) == ()
     drafts.observe(group(2, 0, [[5, 6], [7]]))
-    drafts.observe(group(2, 1, [[8, 9, 10]], first_turn=2))
+    drafts.observe(group(2, 1, [[8, 9, 1, 1, 10]], ((0, 2), (4, 5))))  # the environment wrote 1, 1
     drafts.end_step()
-    assert drafts_of(drafts, Visit(9, 2, PROMPTS[2]), 3) == ((8, 9), (7,), ())
-    assert drafts_of(drafts, Visit(9, 2, PROMPTS[2]), 1, first=1) == ((7,),)
+    assert drafts_of(drafts, Visit(9, 2, PROMPTS[2]), 3) == (((8, 9), (10,)), ((7,),), ())
+    assert drafts_of(drafts, Visit(9, 2, PROMPTS[2]), 1, first=1) == (((7,),),)
     assert drafts_of(drafts, Visit(9, 3, PROMPTS[2]), 3) == (), "the noise is another one"
     assert drafts_of(drafts, Visit(9, 2, PROMPTS[3]), 3) == ()
     off = Drafts()
@@ -212,11 +213,12 @@ def test_drafts_survive_a_checkpoint_and_a_message() -> None:
     drafts = Drafts(epochs=2)
     for ordinal in range(5):
         drafts.observe(group(ordinal, ordinal % 2, [[ordinal] * (1 + k) for k in range(ordinal)]))
+    drafts.observe(group(5, 1, [[1, 2, 3, 4], [5, 6, 7, 8]], ((0, 1), (2, 4))))
     drafts.end_step()
     again = Drafts(epochs=2)
     again.load(DraftsState.of(json.loads(json.dumps(drafts.state_dict()))))
     assert again.state_dict() == drafts.state_dict()
-    for ordinal in range(6):
+    for ordinal in range(7):
         job = drafts.job(Visit(0, 1, PROMPTS[ordinal]), 9, 0)
         assert again.job(Visit(0, 1, PROMPTS[ordinal]), 9, 0) == job
         assert job_from(json.loads(json.dumps(job_state(job))), {"train": PROMPTS}) == job

@@ -17,14 +17,22 @@ from .engine_models import FUSED, GENERIC, VOCAB, make_model, plain_logits, plai
 TURNS = 3
 
 
-def dialogue(engine: LocalEngine, *, keep: bool, n: int = 5) -> list[list[Finished]]:
-    """`n` dialogues of some turns, prompts, actions and observations of different lengths; what was said, by turn."""
+def dialogue(
+    engine: LocalEngine, *, keep: bool, n: int = 5, drafts: list[list[tuple[int, ...]]] | None = None
+) -> list[list[Finished]]:
+    """`n` dialogues of some turns, prompts, actions and observations of different lengths; what was said, by turn.
+
+    `drafts`: of each turn and dialogue.
+    """
     texts = [tuple(1 + (3 * i + j) % (VOCAB - 3) for j in range(3 + 4 * i)) for i in range(n)]
     said: list[list[Finished]] = []
     for turn in range(TURNS):
         params = SamplingParams(2 + turn)
         engine.submit(
-            Request(i, text, params, noise_key(0, i, turn), keep=keep and turn + 1 < TURNS)
+            replace(
+                Request(i, text, params, noise_key(0, i, turn), keep=keep and turn + 1 < TURNS),
+                draft=drafts[turn][i] if drafts else (),
+            )
             for i, text in enumerate(texts)
         )
         done = run(engine)
@@ -70,6 +78,25 @@ def test_the_same_as_without_and_as_a_plain_forward_pass(name: str) -> None:
     second = run(with_)["a"]
     expected = plain_logp(plain_logits(model, longer, second.token_ids), params, second.token_ids)
     np.testing.assert_allclose(second.logp, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("slots", [2, 8])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("name", list(FUSED))
+def test_drafts_of_further_turns(name: str, keep: bool, slots: int) -> None:
+    """Right and wrong ones and none, after prompts that are kept, made room for, or computed again."""
+    model = make_model(name)
+    plain = dialogue(make_engine(model, slots=slots), keep=False)
+    drafts = [[tuple(f.token_ids.tolist()) for f in said] for said in plain]
+    for said in drafts:
+        said[1] = ()
+        said[2] = tuple((token + 1) % VOCAB for token in said[2])
+    drafted = dialogue(make_engine(model, slots=slots), keep=keep, drafts=drafts)
+    for turn, (a, b) in enumerate(zip(drafted, plain, strict=True)):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x.token_ids, y.token_ids)
+            np.testing.assert_allclose(x.logp, y.logp, atol=1e-4)
+        assert [x.accepted for x in a] == [0 if i in (1, 2) else turn + 1 for i in range(5)]
 
 
 def test_only_what_is_new_goes_through_the_model() -> None:

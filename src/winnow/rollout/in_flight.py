@@ -208,9 +208,10 @@ class Flight:
         return [s for s in self.siblings if not s.rollout.greedy]
 
     def draft(self, sibling: Sibling) -> tuple[int, ...]:
-        """Return the draft of a sibling's first turn; later turns have none."""
-        number = sibling.rollout.sibling - self.job.first
-        return self.job.drafts[number] if number < len(self.job.drafts) and not sibling.rollout.turns else ()
+        """Return the draft of a sibling's next turn, whatever its earlier turns were."""
+        number, turn = sibling.rollout.sibling - self.job.first, len(sibling.rollout.turns)
+        draft = self.job.drafts[number] if number < len(self.job.drafts) else ()
+        return draft[turn] if turn < len(draft) else ()
 
     def cut(self, reason: str) -> None:
         """End all rollouts. Those that had ended keep `rewards` for display, but no `reward`."""

@@ -14,6 +14,7 @@ from ..env.base import Task
 from ..env.prompt_store import StoredPrompts
 from ..types import (
     Decision,
+    Draft,
     EnvStep,
     Fate,
     Group,
@@ -48,7 +49,8 @@ def prompts_of(task: Task) -> dict[Purpose, Prompts]:
 
 def job_state(job: Job) -> dict[str, Any]:
     """Encode a job as plain JSON values; its prompt by ordinal."""
-    drafts = pack_all([np.array(draft, np.int32) for draft in job.drafts]) if job.drafts else None
+    turns = [np.array(turn, np.int32) for draft in job.drafts for turn in draft]
+    drafts = {"turns": [len(draft) for draft in job.drafts], "tokens": pack_all(turns)} if turns else None
     plain = {"size": job.size, "purpose": job.purpose, "first": job.first, "drafts": drafts, "noise": job.noise}
     return {"visit": visit_state(job.visit)} | plain
 
@@ -56,9 +58,11 @@ def job_state(job: Job) -> dict[str, Any]:
 def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Job:
     """Decode what `job_state` encoded."""
     visit = visit_from(state["visit"], prompts[state["purpose"]])
-    drafts = unpack_all(state["drafts"]) if state["drafts"] else []
-    read = tuple(tuple(draft.tolist()) for draft in drafts if draft is not None)
-    return Job(visit, state["size"], state["purpose"], state["first"], read, state["noise"])
+    drafts: tuple[Draft, ...] = ()
+    if packed := state["drafts"]:
+        turns = iter([tuple(turn.tolist()) for turn in unpack_all(packed["tokens"]) if turn is not None])
+        drafts = tuple(tuple(islice(turns, n)) for n in packed["turns"])
+    return Job(visit, state["size"], state["purpose"], state["first"], drafts, state["noise"])
 
 
 def visit_state(visit: Visit) -> list[Any]:

@@ -22,29 +22,28 @@ MOST_TOKENS = 1 << 26
 """Tokens remembered: 256 MiB in memory."""
 FRESH = 1 << 32
 """Noise of repeated visits, apart from that of all epochs."""
-_NONE = np.empty(0, np.int32)
 
 
 class DraftsState(State):
-    """Drafts one after the other."""
+    """Turns one after the other, those of a rollout in order."""
 
-    ordinal_D: Annotated[np.ndarray, Packed("u4", "drafts")] = Field(alias="ordinals")
-    sibling_D: Annotated[np.ndarray, Packed("u4", "drafts")] = Field(alias="siblings")
-    epoch_D: Annotated[np.ndarray, Packed("u4", "drafts")] = Field(alias="epochs")
-    length_D: Annotated[np.ndarray, Packed("u4", "drafts")] = Field(alias="lengths")
+    ordinal_D: Annotated[np.ndarray, Packed("u4", "turns")] = Field(alias="ordinals")
+    sibling_D: Annotated[np.ndarray, Packed("u4", "turns")] = Field(alias="siblings")
+    epoch_D: Annotated[np.ndarray, Packed("u4", "turns")] = Field(alias="epochs")
+    length_D: Annotated[np.ndarray, Packed("u4", "turns")] = Field(alias="lengths")
     tokens: Annotated[np.ndarray, Packed("i4", None)]
 
 
 class Drafts:
-    """Tokens of each prompt's last rollouts. Four bytes a token, and some 50 a rollout.
+    """Tokens of each prompt's last rollouts. Four bytes a token, and some 100 a turn.
 
     `epochs`: number of epochs in a row with the same noise; 1: every epoch has its own, and nothing is remembered.
     """
 
     def __init__(self, epochs: int = 1) -> None:
         self.epochs = epochs
-        self._last: dict[int, dict[int, tuple[int, np.ndarray]]] = {}
-        """Prompt -> sibling -> epoch and tokens; the prompt visited last comes last."""
+        self._last: dict[int, dict[int, tuple[int, list[np.ndarray]]]] = {}
+        """Prompt -> sibling -> epoch, and tokens of each turn; the prompt visited last comes last."""
         self._tokens = 0
         self._visited: set[int] = set()
         """Prompts visited in this step. With the same noise the same policy would sample the same again."""
@@ -59,25 +58,25 @@ class Drafts:
         last = self._last.get(visit.prompt.ordinal, {})
         drafts = []
         for sibling in range(first, first + size):
-            epoch, tokens = last.get(sibling, (visit.epoch, _NONE))
-            drafts.append(tuple(tokens.tolist()) if epoch // self.epochs == noise else ())
+            epoch, turns = last.get(sibling, (visit.epoch, []))
+            drafts.append(tuple(tuple(t.tolist()) for t in turns) if epoch // self.epochs == noise else ())
         return Job(visit, size, first=first, drafts=tuple(drafts) if any(drafts) else (), noise=noise)
 
     def observe(self, group: Group) -> None:
-        """Remember the first turns of a finished group's rollouts; beyond `MOST_TOKENS` the oldest are forgotten."""
+        """Remember what a finished group's rollouts sampled; beyond `MOST_TOKENS` the oldest are forgotten."""
         if self.epochs == 1:
             return
         ordinal = group.prompt.ordinal
         last = self._last.pop(ordinal, {})
         for rollout in group.siblings:
-            stop = rollout.turns[0].stop if rollout.turns else 0
-            self._tokens += stop - len(last.get(rollout.sibling, (0, _NONE))[1])
-            last[rollout.sibling] = group.visit.epoch, rollout.token_ids[:stop].astype(np.int32)
+            turns = [rollout.token_ids[turn.start : turn.stop].astype(np.int32) for turn in rollout.turns]
+            self._tokens += _length(turns) - _length(last.get(rollout.sibling, (0, []))[1])
+            last[rollout.sibling] = group.visit.epoch, turns
         self._last[ordinal] = last
         self._visited.add(ordinal)
         while self._tokens > MOST_TOKENS:
             oldest = self._last.pop(next(iter(self._last)))
-            self._tokens -= sum(len(tokens) for _, tokens in oldest.values())
+            self._tokens -= sum(_length(turns) for _, turns in oldest.values())
 
     def end_step(self) -> None:
         """End an optimizer step."""
@@ -85,9 +84,10 @@ class Drafts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint state as JSON values."""
-        drafts = [(o, s, e, t) for o, of_prompt in self._last.items() for s, (e, t) in of_prompt.items()]
-        columns = np.array([(o, s, e, len(t)) for o, s, e, t in drafts], np.uint32).reshape(-1, 4).T.copy()
-        tokens = np.concatenate([np.empty(0, np.int32), *(t for *_, t in drafts)])
+        rollouts = ((o, s, e, turns) for o, of_prompt in self._last.items() for s, (e, turns) in of_prompt.items())
+        drafts = [(o, s, e, turn) for o, s, e, turns in rollouts for turn in turns]
+        columns = np.array([(o, s, e, len(turn)) for o, s, e, turn in drafts], np.uint32).reshape(-1, 4).T.copy()
+        tokens = np.concatenate([np.empty(0, np.int32), *(turn for *_, turn in drafts)])
         names = ("ordinals", "siblings", "epochs", "lengths")
         return DraftsState(**dict(zip(names, columns, strict=True)), tokens=tokens).model_dump(
             mode="json", by_alias=True
@@ -101,4 +101,8 @@ class Drafts:
         pieces = np.split(saved.tokens, np.cumsum(saved.length_D)[:-1]) if len(saved.length_D) else []
         columns = (c.tolist() for c in (saved.ordinal_D, saved.sibling_D, saved.epoch_D))
         for ordinal, sibling, epoch, tokens in zip(*columns, pieces, strict=True):
-            self._last.setdefault(ordinal, {})[sibling] = epoch, tokens
+            self._last.setdefault(ordinal, {}).setdefault(sibling, (epoch, []))[1].append(tokens)
+
+
+def _length(turns: list[np.ndarray]) -> int:
+    return sum(map(len, turns))

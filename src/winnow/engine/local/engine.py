@@ -71,7 +71,7 @@ class LocalOptions:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt some request still waits for; its prefill is kept until the last of them is in."""
+    """A prompt, kept until the last request for it has started."""
 
     waiting: int = 0
     prefilled: Prefilled | None = None
@@ -240,12 +240,12 @@ class LocalEngine(SequenceEngine):
         requests = list(itertools.islice(waiting.values(), free))
         kept = {r.id: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
         self._prefill(dict.fromkeys(r.prompt_ids for r in requests if r.id not in kept))
+        extended = self._extend([r for r in requests if r.id in kept], kept)
         drafted: list[tuple[Request, _Prompt]] = []
         batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
         for request in requests:
-            prompt = self._leave_queue(request)
-            if request.id in kept:
-                continue
+            shared = self._leave_queue(request)
+            prompt = extended.get(request.id, shared)
             assert prompt.prefilled is not None
             if self._reads_draft(request):
                 drafted.append((request, prompt))
@@ -253,17 +253,16 @@ class LocalEngine(SequenceEngine):
             _, index, members = batches.setdefault(id(prompt.prefilled), (prompt.prefilled, [], []))
             index.append(prompt.index)
             members.append(request)
-        outputs = [self._insert(*batch) for batch in batches.values()]
-        return outputs + self._go_on([r for r in requests if r.id in kept], kept) + self._read(drafted)
+        return [self._insert(*batch) for batch in batches.values()] + self._read(drafted)
 
-    def _go_on(self, requests: list[Request], kept: dict[Hashable, Kept]) -> list[Output]:
-        """Start further turns, of which only what is new goes through the model."""
+    def _extend(self, requests: list[Request], kept: dict[Hashable, Kept]) -> dict[Hashable, _Prompt]:
+        """Run what is new in the prompts of further turns."""
         tails = {r.id: r.prompt_ids[len(kept[r.id].tokens) :] for r in requests}
-        outputs = []
+        prompts: dict[Hashable, _Prompt] = {}
         for group in self._together(requests, lambda r: tails[r.id]):
             extended = self._backend.extend([tails[r.id] for r in group], [kept[r.id] for r in group])
-            outputs.append(self._insert(extended, list(range(len(group))), group))
-        return outputs
+            prompts |= {r.id: _Prompt(prefilled=extended, index=i) for i, r in enumerate(group)}
+        return prompts
 
     def _reads_draft(self, request: Request) -> bool:
         """Whether to read a draft. One token is drawn anyway, and a penalty makes tokens depend on those before."""
