@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import tables as t
 from families.base import Arm, Family, Said, Start
+from families.gate_claims import BY_PROGRESS
 from families.gate_claims import START as ROOMS
 from runs import Run
 from tables import SEEDS, Column, Figures, Summary
@@ -38,6 +39,7 @@ ADAPTIVE_K = ("group_size={name: adaptive_k, tau: 0.5, window: 5}",)
 DRAFTS = ("speculative={epochs: 4}",)
 LINEAR = ("lr_scheduler_type=linear",)
 BLOCKS = ("blocks={prompts: 256, passes: 4}",)
+BLOCKS_2 = ("blocks={prompts: 256, passes: 2}", "speculative={epochs: 2}")
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
 """Knows every pass rate: all prompts are rolled out 16 times every 100 steps, which costs it nothing here."""
 METHODS: dict[str, tuple[str, ...]] = {
@@ -76,6 +78,9 @@ METHODS: dict[str, tuple[str, ...]] = {
     "thrifty-drafts-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-probe": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *PROBE_3),
     "thrifty-drafts-twice-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *BLOCKS),
+    "thrifty-drafts-twice-gate": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, BY_PROGRESS),
+    "thrifty-drafts-twice-gate-probe": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, BY_PROGRESS, *PROBE_3),
+    "thrifty-drafts-twice-gate-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, BY_PROGRESS, *BLOCKS_2),
     "thrifty-drafts-twice-long": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
     "thrifty-drafts-twice-linear-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR, *BLOCKS),

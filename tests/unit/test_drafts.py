@@ -14,7 +14,7 @@ from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Reached, Request, SamplingParams
 from winnow.rollout.options import RolloutOptions, check_drafts
 from winnow.sampler.codec import job_from, job_state
-from winnow.sampler.drafts import Drafts, DraftsState
+from winnow.sampler.drafts import TURN_BYTES, Drafts, DraftsState
 from winnow.types import Draft, Group, Job, Prompt, Rollout, Turn, Visit
 
 from ..builders.engines import make_engine
@@ -201,7 +201,7 @@ def test_a_second_visit_in_a_step_has_noise_of_its_own() -> None:
 
 
 def test_the_oldest_drafts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("winnow.sampler.drafts.MOST_TOKENS", 12)
+    monkeypatch.setattr("winnow.sampler.drafts.MOST_BYTES", 4 * (TURN_BYTES + 10))
     drafts = Drafts(epochs=8)
     for ordinal in (0, 1, 0, 2):
         drafts.observe(group(ordinal, 0, [[1, 2, 3], [4, 5]]))

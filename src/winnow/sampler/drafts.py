@@ -18,8 +18,10 @@ from ..base.array_json import Packed
 from ..base.state import State
 from ..types import Group, Job, Visit
 
-MOST_TOKENS = 1 << 26
-"""Tokens remembered: 256 MiB in memory."""
+MOST_BYTES = 1 << 28
+"""Memory for drafts."""
+TURN_BYTES = 128
+"""What a turn takes besides its tokens."""
 FRESH = 1 << 32
 """Noise of repeated visits, apart from that of all epochs."""
 
@@ -35,7 +37,7 @@ class DraftsState(State):
 
 
 class Drafts:
-    """Tokens of each prompt's last rollouts. Four bytes a token, and some 100 a turn.
+    """Tokens of each prompt's last rollouts.
 
     `epochs`: number of epochs in a row with the same noise; 1: every epoch has its own, and nothing is remembered.
     """
@@ -44,7 +46,7 @@ class Drafts:
         self.epochs = epochs
         self._last: dict[int, dict[int, tuple[int, list[np.ndarray]]]] = {}
         """Prompt -> sibling -> epoch, and tokens of each turn; the prompt visited last comes last."""
-        self._tokens = 0
+        self._bytes = 0
         self._visited: set[int] = set()
         """Prompts visited in this step. With the same noise the same policy would sample the same again."""
 
@@ -63,20 +65,20 @@ class Drafts:
         return Job(visit, size, first=first, drafts=tuple(drafts) if any(drafts) else (), noise=noise)
 
     def observe(self, group: Group) -> None:
-        """Remember what a finished group's rollouts sampled; beyond `MOST_TOKENS` the oldest are forgotten."""
+        """Remember what a finished group's rollouts sampled; beyond `MOST_BYTES` the oldest are forgotten."""
         if self.epochs == 1:
             return
         ordinal = group.prompt.ordinal
         last = self._last.pop(ordinal, {})
         for rollout in group.siblings:
             turns = [rollout.token_ids[turn.start : turn.stop].astype(np.int32) for turn in rollout.turns]
-            self._tokens += _length(turns) - _length(last.get(rollout.sibling, (0, []))[1])
+            self._bytes += _bytes(turns) - _bytes(last.get(rollout.sibling, (0, []))[1])
             last[rollout.sibling] = group.visit.epoch, turns
         self._last[ordinal] = last
         self._visited.add(ordinal)
-        while self._tokens > MOST_TOKENS:
+        while self._bytes > MOST_BYTES:
             oldest = self._last.pop(next(iter(self._last)))
-            self._tokens -= sum(_length(turns) for _, turns in oldest.values())
+            self._bytes -= sum(_bytes(turns) for _, turns in oldest.values())
 
     def end_step(self) -> None:
         """End an optimizer step."""
@@ -97,12 +99,12 @@ class Drafts:
         """Load a state. Raises ValueError if its lengths do not match its tokens."""
         if saved.length_D.sum() != len(saved.tokens):
             raise ValueError(f"drafts: lengths add up to {saved.length_D.sum()}, not to {len(saved.tokens)} tokens")
-        self._last, self._tokens = {}, len(saved.tokens)
+        self._last, self._bytes = {}, saved.tokens.nbytes + TURN_BYTES * len(saved.length_D)
         pieces = np.split(saved.tokens, np.cumsum(saved.length_D)[:-1]) if len(saved.length_D) else []
         columns = (c.tolist() for c in (saved.ordinal_D, saved.sibling_D, saved.epoch_D))
         for ordinal, sibling, epoch, tokens in zip(*columns, pieces, strict=True):
             self._last.setdefault(ordinal, {}).setdefault(sibling, (epoch, []))[1].append(tokens)
 
 
-def _length(turns: list[np.ndarray]) -> int:
-    return sum(map(len, turns))
+def _bytes(turns: list[np.ndarray]) -> int:
+    return sum(turn.nbytes + TURN_BYTES for turn in turns)
