@@ -177,7 +177,7 @@ class Collector:
         metrics |= {"step": step + 1, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
         metrics |= {**update, **self._learned, **self.selector.metrics()}
         metrics |= {} if self.reuse is None else self.reuse.metrics
-        metrics |= {"num_accepted_tokens": self.num_accepted_tokens} if self.drafts.epochs > 1 else {}
+        metrics |= {"num_accepted_tokens": self.num_accepted_tokens} if self.drafts.epochs is not None else {}
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
         self.group_size.observe(metrics)
@@ -275,6 +275,7 @@ class Collector:
         if more:
             self._probes[group.visit.number] = group
             self.buffer.continued(group.visit, more)
+            self.drafts.remember(group)
             self.sampler.launch(self.drafts.job(group.visit, more, len(group.rollouts)))
         return more > 0
 

@@ -251,9 +251,9 @@ class RunConfig(BaseModel):
         return both if self.context_length is None else min(both, self.context_length)
 
     @property
-    def epochs_per_noise(self) -> int:
-        """Epochs in a row in which a prompt's rollouts are drawn with the same noise."""
-        return 1 if self.speculative is None else self.speculative.epochs
+    def drafted_epochs(self) -> int | None:
+        """Epochs in a row in which a prompt's rollouts are drawn with the same noise; None without drafts."""
+        return None if self.speculative is None else self.speculative.epochs
 
     @property
     def keeps_reference(self) -> bool:

@@ -70,6 +70,25 @@ def test_later_turns_have_drafts_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rows[-1]["num_accepted_tokens"] > 1.5 * others[-1]["num_accepted_tokens"] > 0
 
 
+@pytest.mark.parametrize("more", [{}, {"group_size": {"name": "sequential", "probe": 2}}])
+def test_with_new_noise_a_run_is_the_one_without_drafts(
+    tiny_config: dict[str, Any], tmp_path: Path, more: dict[str, Any]
+) -> None:
+    config = tiny_config | CARRYING | more | {"max_steps": 6}
+    with_, without = tmp_path / "with", tmp_path / "without"
+    train(config | {"speculative": {"epochs": 1}, "output_dir": str(with_)})
+    train(config | {"output_dir": str(without)})
+    assert_clean(with_)
+    rows = metrics(with_)
+    assert 0 < rows[-1]["num_accepted_tokens"] < rows[-1]["num_tokens"]
+    for one, other in zip(rows, metrics(without), strict=True):
+        for name in ("num_tokens", "reward", "groups/rolled_out"):
+            assert one.get(name) == other.get(name)
+    weights = [load_file(run / "model" / "model.safetensors") for run in (with_, without)]
+    for name, tensor in weights[0].items():
+        assert tensor == pytest.approx(weights[1][name], abs=1e-5), name
+
+
 def test_drafts_go_along_with_jobs_to_processes(tiny_config: dict[str, Any]) -> None:
     config = tiny_config | {"speculative": {"epochs": 8}, "sync": {"name": "processes", "samplers": 1}, "max_lag": 1}
     config |= {"correction": "truncate", "env": {"name": "countdown", "train_size": 6, "test_size": 8}, "max_steps": 6}
@@ -92,8 +111,8 @@ def test_rollouts_of_other_epochs_have_other_noise(tiny_config: dict[str, Any], 
 def test_engines_without_drafts_are_refused(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="speculative: with repetition_penalty"):
         Trainer(config=tiny_config | {"speculative": {"epochs": 2}, "repetition_penalty": 1.2}).train()
-    with pytest.raises(ConfigError, match=r"speculative\.epochs: .*greater than or equal to 2"):
-        Trainer(config=tiny_config | {"speculative": {"epochs": 1}})
+    with pytest.raises(ConfigError, match=r"speculative\.epochs: .*greater than or equal to 1"):
+        Trainer(config=tiny_config | {"speculative": {"epochs": 0}})
 
 
 def test_blocks_bring_drafts_within_the_first_epoch(tiny_config: dict[str, Any], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from winnow.base.errors import ConfigError
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Reached, Request, SamplingParams
+from winnow.rollout.in_flight import Flight, likeliest, siblings_of
 from winnow.rollout.options import RolloutOptions, check_drafts
 from winnow.sampler.codec import job_from, job_state
 from winnow.sampler.drafts import TURN_BYTES, Drafts, DraftsState
@@ -167,20 +168,21 @@ def group(ordinal: int, epoch: int, tokens: list[list[int]], turns: tuple[tuple[
     return Group(Visit(ordinal, epoch, PROMPTS[ordinal]), rollouts)
 
 
-def drafts_of(drafts: Drafts, visit: Visit, size: int, first: int = 0) -> tuple[Draft, ...]:
-    return drafts.job(visit, size, first).drafts
+def drafts_of(drafts: Drafts, visit: Visit) -> tuple[Draft, ...]:
+    return drafts.job(visit, 2, 0).drafts
 
 
-def test_drafts_are_the_turns_of_the_last_rollouts_with_the_same_noise() -> None:
+def test_drafts_are_the_turns_of_the_last_rollouts() -> None:
     drafts = Drafts(epochs=3)
-    assert drafts_of(drafts, Visit(0, 0, PROMPTS[2]), 2) == ()
+    assert drafts.job(Visit(0, 0, PROMPTS[2]), 2, 0) == Job(Visit(0, 0, PROMPTS[2]), 2, noise=0)
     drafts.observe(group(2, 0, [[5, 6], [7]]))
     drafts.observe(group(2, 1, [[8, 9, 1, 1, 10]], ((0, 2), (4, 5))))  # the environment wrote 1, 1
     drafts.end_step()
-    assert drafts_of(drafts, Visit(9, 2, PROMPTS[2]), 3) == (((8, 9), (10,)), ((7,),), ())
-    assert drafts_of(drafts, Visit(9, 2, PROMPTS[2]), 1, first=1) == (((7,),),)
-    assert drafts_of(drafts, Visit(9, 3, PROMPTS[2]), 3) == (), "the noise is another one"
-    assert drafts_of(drafts, Visit(9, 2, PROMPTS[3]), 3) == ()
+    for epoch, same in ((2, True), (3, False)):
+        job = drafts.job(Visit(9, epoch, PROMPTS[2]), 3, 1)
+        assert job.drafts == (((8, 9), (10,)), ((7,),))
+        assert (job.same_noise, job.noise, job.first) == (same, epoch // 3, 1)
+    assert drafts_of(drafts, Visit(9, 2, PROMPTS[3])) == ()
     off = Drafts()
     off.observe(group(2, 0, [[5, 6]]))
     assert off.state_dict() == Drafts().state_dict()
@@ -193,11 +195,60 @@ def test_a_second_visit_in_a_step_has_noise_of_its_own() -> None:
     noises = [drafts.job(Visit(i, epoch, PROMPTS[2]), 2, 0).noise for i, epoch in enumerate((0, 7, 8))]
     drafts.observe(group(2, 0, [[5, 6]]))
     again = drafts.job(Visit(9, 1, PROMPTS[2]), 2, 0)
-    assert again.drafts == ()
+    assert (again.drafts, again.same_noise) == ((((5, 6),),), False)
     assert noises[0] == noises[1]
     assert len({*noises, again.noise}) == 3
     drafts.end_step()
     assert drafts.job(Visit(9, 1, PROMPTS[2]), 2, 0).noise == noises[0]
+
+
+def test_with_new_noise_in_every_epoch_the_noise_is_that_of_a_run_without_drafts() -> None:
+    drafts = Drafts(epochs=1)
+    drafts.observe(group(2, 0, [[5, 6]]))
+    for epoch in (0, 1, 7):
+        job = drafts.job(Visit(9, epoch, PROMPTS[2]), 2, 0)
+        assert (job.drafts, job.same_noise, job.noise) == ((((5, 6),),), epoch == 0, epoch)
+
+
+def test_siblings_that_join_a_group_have_drafts_from_it() -> None:
+    drafts = Drafts(epochs=1)
+    drafts.remember(group(2, 0, [[5, 6], [7, 8]]))
+    assert drafts.job(Visit(9, 0, PROMPTS[2]), 2, 2).drafts == (((5, 6),), ((7, 8),))
+
+
+DRAFTS: tuple[Draft, ...] = (((1, 2), (3,), (4,)), ((1, 2), (3,), (5, 6)), ((1, 9), (3,), (5, 7)), ((8,), (1, 2), (9,)))
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "same_noise", "wanted"),
+    [
+        (3, (), False, (1, 2)),  # the most frequent
+        (3, (), True, (8,)),  # its own
+        (9, (), True, (1, 2)),  # it has none of its own
+        (0, ((1, 2), (3,)), False, (4,)),  # what followed these turns
+        (0, ((1, 9), (3,)), False, (5, 7)),
+        (0, ((7,), (1, 2)), False, (3,)),  # what mostly followed the last turn
+        (0, ((7,), (9,)), False, ()),
+        (1, ((7,), (9,)), True, (5, 6)),
+        (1, ((1, 2), (3,), (5, 6)), True, ()),
+    ],
+)
+def test_a_turn_is_guessed(number: int, said: Draft, same_noise: bool, wanted: tuple[int, ...]) -> None:
+    job = Job(Visit(0, 0, PROMPTS[0]), 4, drafts=DRAFTS, same_noise=same_noise)
+    flight = Flight(job, siblings_of(replace(job, size=10), greedy=False), [])
+    sibling = flight.siblings[number]
+    for i, tokens in enumerate(said):
+        sibling.append(np.array(tokens), True, np.zeros(len(tokens)), np.zeros(len(tokens), int))
+        sibling.append(np.array([50]), False, np.zeros(1), np.full(1, -1))
+        sibling.rollout.turns.append(Turn("", None, i, i, "eos"))
+    assert flight.draft(sibling) == wanted
+    assert replace(flight, job=replace(job, drafts=())).draft(sibling) == ()
+
+
+def test_the_likeliest_draft() -> None:
+    assert likeliest([]) == ()
+    assert likeliest([(3, 1), (2, 2, 5), (2, 1), (2, 2), (2, 2), (3,)]) in [(2, 2), (2, 2, 5)]
+    assert likeliest([(1,), (1, 2, 3), (1, 2, 4), (1, 2, 3)]) == (1, 2, 3)
 
 
 def test_the_oldest_drafts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +257,7 @@ def test_the_oldest_drafts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     for ordinal in (0, 1, 0, 2):
         drafts.observe(group(ordinal, 0, [[1, 2, 3], [4, 5]]))
     drafts.end_step()
-    assert [bool(drafts_of(drafts, Visit(9, 1, PROMPTS[i]), 2)) for i in range(3)] == [True, False, True]
+    assert [bool(drafts_of(drafts, Visit(9, 1, PROMPTS[i]))) for i in range(3)] == [True, False, True]
 
 
 def test_drafts_survive_a_checkpoint_and_a_message() -> None:

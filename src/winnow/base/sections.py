@@ -63,7 +63,7 @@ class SpeculativeConfig(BaseModel):
     """Drafts from earlier epochs; leave `speculative` out to decode every token."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    epochs: int = Field(4, ge=2)
+    epochs: int = Field(4, ge=1)
 
 
 class BlocksConfig(BaseModel):

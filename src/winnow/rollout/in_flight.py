@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,10 @@ class Sibling:
             self.rollout.later.pop()
         while self.length > length:
             self.length -= len(self.pieces.pop()[0])
+
+    def said(self) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each turn."""
+        return tuple(tuple(ids.tolist()) for ids, sampled, *_ in self.pieces if sampled)
 
     def sampled_logp(self) -> float:
         """Return the log-probability of all tokens sampled in finished turns."""
@@ -176,6 +181,16 @@ def siblings_of(job: Job, *, greedy: bool) -> list[Sibling]:
     return [Sibling(Rollout(i, (), none, none, none, none, greedy=i == stop)) for i in range(job.first, stop + greedy)]
 
 
+def likeliest(drafts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return one of some drafts, found token by token: each is the most frequent after those before it."""
+    i = 0
+    while len(drafts) > 1:
+        token = Counter(draft[i : i + 1] for draft in drafts).most_common(1)[0][0]
+        drafts = [draft for draft in drafts if draft[i : i + 1] == token] if token else drafts[:1]
+        i += 1
+    return drafts[0] if drafts else ()
+
+
 @dataclass
 class Flight:
     """One group in flight."""
@@ -208,10 +223,17 @@ class Flight:
         return [s for s in self.siblings if not s.rollout.greedy]
 
     def draft(self, sibling: Sibling) -> tuple[int, ...]:
-        """Return the draft of a sibling's next turn, whatever its earlier turns were."""
-        number, turn = sibling.rollout.sibling - self.job.first, len(sibling.rollout.turns)
-        draft = self.job.drafts[number] if number < len(self.job.drafts) else ()
-        return draft[turn] if turn < len(draft) else ()
+        """Return a guess of a sibling's next turn: its own draft if the noise is the same, else the likeliest one.
+
+        That is one of those that followed the same turns, or at least the same last turn.
+        """
+        drafts, number, turn = self.job.drafts, sibling.rollout.sibling, len(sibling.rollout.turns)
+        if self.job.same_noise and number < len(drafts) and turn < len(drafts[number]):
+            return drafts[number][turn]
+        said = sibling.said() if drafts else ()
+        alike = [draft[turn] for draft in drafts if draft[:turn] == said and turn < len(draft)]
+        after = [b for draft in drafts for a, b in pairwise(draft) if a == said[-1]] if said and not alike else []
+        return likeliest(alike or after)
 
     def cut(self, reason: str) -> None:
         """End all rollouts. Those that had ended keep `rewards` for display, but no `reward`."""

@@ -39,10 +39,10 @@ class DraftsState(State):
 class Drafts:
     """Tokens of each prompt's last rollouts.
 
-    `epochs`: number of epochs in a row with the same noise; 1: every epoch has its own, and nothing is remembered.
+    `epochs`: number of epochs in a row with the same noise; None: nothing is remembered.
     """
 
-    def __init__(self, epochs: int = 1) -> None:
+    def __init__(self, epochs: int | None = None) -> None:
         self.epochs = epochs
         self._last: dict[int, dict[int, tuple[int, list[np.ndarray]]]] = {}
         """Prompt -> sibling -> epoch, and tokens of each turn; the prompt visited last comes last."""
@@ -51,22 +51,25 @@ class Drafts:
         """Prompts visited in this step. With the same noise the same policy would sample the same again."""
 
     def job(self, visit: Visit, size: int, first: int) -> Job:
-        """Return a job with noise and drafts of its siblings."""
-        if self.epochs == 1:
+        """Return a job with noise and drafts."""
+        if self.epochs is None:
             return Job(visit, size, first=first)
-        if visit.prompt.ordinal in self._visited:
-            return Job(visit, size, first=first, noise=FRESH + visit.epoch)
-        noise = visit.epoch // self.epochs
+        again = visit.prompt.ordinal in self._visited and self.epochs > 1
+        noise = FRESH + visit.epoch if again else visit.epoch // self.epochs
         last = self._last.get(visit.prompt.ordinal, {})
-        drafts = []
-        for sibling in range(first, first + size):
-            epoch, turns = last.get(sibling, (visit.epoch, []))
-            drafts.append(tuple(tuple(t.tolist()) for t in turns) if epoch // self.epochs == noise else ())
-        return Job(visit, size, first=first, drafts=tuple(drafts) if any(drafts) else (), noise=noise)
+        of_siblings = [last.get(sibling, (0, []))[1] for sibling in range(max(last, default=-1) + 1)]
+        drafts = tuple(tuple(tuple(turn.tolist()) for turn in turns) for turns in of_siblings)
+        same = bool(last) and max(epoch for epoch, _ in last.values()) // self.epochs == noise
+        return Job(visit, size, first=first, drafts=drafts, same_noise=same, noise=noise)
 
     def observe(self, group: Group) -> None:
-        """Remember what a finished group's rollouts sampled; beyond `MOST_BYTES` the oldest are forgotten."""
-        if self.epochs == 1:
+        """Take a finished group."""
+        self.remember(group)
+        self._visited.add(group.prompt.ordinal)
+
+    def remember(self, group: Group) -> None:
+        """Remember what rollouts of a group have sampled; beyond `MOST_BYTES` the oldest are forgotten."""
+        if self.epochs is None:
             return
         ordinal = group.prompt.ordinal
         last = self._last.pop(ordinal, {})
@@ -75,7 +78,6 @@ class Drafts:
             self._bytes += _bytes(turns) - _bytes(last.get(rollout.sibling, (0, []))[1])
             last[rollout.sibling] = group.visit.epoch, turns
         self._last[ordinal] = last
-        self._visited.add(ordinal)
         while self._bytes > MOST_BYTES:
             oldest = self._last.pop(next(iter(self._last)))
             self._bytes -= sum(_bytes(turns) for _, turns in oldest.values())
