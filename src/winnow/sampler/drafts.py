@@ -1,8 +1,8 @@
 """Drafts: the last rollouts of each prompt, candidate beginnings of its next ones.
 
-For some epochs a prompt's rollouts are drawn with the same noise. While the policy changes little, it then draws the
-same tokens again. An engine reads a draft in one forward pass, accepts the tokens up to the first that it would draw
-otherwise, and decodes the rest. So every token is a draw from the current policy; only the noise is an old one.
+An engine reads a draft in one forward pass, accepts the tokens up to the first that it would draw otherwise, and
+decodes the rest. So every token is a draw from the current policy. If a prompt's rollouts are drawn with the same noise
+for some epochs, a policy that changes little draws the same tokens again.
 
 SPEC-RL (arXiv 2509.23232) takes the last epoch's rollouts as drafts, too, and accepts tokens by their probabilities.
 """
