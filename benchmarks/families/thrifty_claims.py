@@ -37,10 +37,9 @@ KNAPSACK = ("group_size={name: allocate, value: knapsack}",)
 ACTIVE = ("num_generations=4", "filter={name: zero_variance, refill: false}")
 ADAPTIVE_K = ("group_size={name: adaptive_k, tau: 0.5, window: 5}",)
 DRAFTS = ("speculative={epochs: 4}",)
-FRESH = ("speculative={epochs: 1}",)
+LEADERS = ("speculative={epochs: 1, leaders: 2}",)
 LINEAR = ("lr_scheduler_type=linear",)
 BLOCKS = ("blocks={prompts: 256, passes: 4}",)
-BLOCKS_2 = ("blocks={prompts: 256, passes: 2}", "speculative={epochs: 2}")
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
 """Knows every pass rate: all prompts are rolled out 16 times every 100 steps, which costs it nothing here."""
 METHODS: dict[str, tuple[str, ...]] = {
@@ -79,15 +78,10 @@ METHODS: dict[str, tuple[str, ...]] = {
     "thrifty-drafts-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-probe": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *PROBE_3),
     "thrifty-drafts-twice-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *BLOCKS),
-    "thrifty-drafts-twice-blocks-long": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *BLOCKS),
-    "thrifty-fresh-twice": (*BAYES, *SMALL, *FRESH, *TWICE, *CLIP),
-    "thrifty-fresh-twice-probe": (*BAYES, *SMALL, *FRESH, *TWICE, *CLIP, *PROBE_3),
-    "thrifty-fresh-twice-blocks": (*BAYES, *SMALL, *FRESH, *TWICE, *CLIP, *BLOCKS),
-    "thrifty-fresh-twice-probe-blocks": (*BAYES, *SMALL, *FRESH, *TWICE, *CLIP, *PROBE_3, *BLOCKS),
-    "thrifty-fresh-twice-linear-blocks": (*BAYES, *SMALL, *FRESH, *TWICE, *CLIP, *LINEAR, *BLOCKS),
+    "thrifty-leaders-twice": (*BAYES, *SMALL, *LEADERS, *TWICE, *CLIP),
+    "thrifty-leaders-twice-linear": (*BAYES, *SMALL, *LEADERS, *TWICE, *CLIP, *LINEAR),
+    "thrifty-leaders-twice-linear-blocks": (*BAYES, *SMALL, *LEADERS, *TWICE, *CLIP, *LINEAR, *BLOCKS),
     "thrifty-drafts-twice-gate": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, BY_PROGRESS),
-    "thrifty-drafts-twice-gate-probe": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, BY_PROGRESS, *PROBE_3),
-    "thrifty-drafts-twice-gate-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, BY_PROGRESS, *BLOCKS_2),
     "thrifty-drafts-twice-long": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
     "thrifty-drafts-twice-linear-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR, *BLOCKS),
@@ -103,7 +97,6 @@ LENGTHS = {
     "dapo-fixed-linear-half": 1 / 2,
     "thrifty-drafts-twice-linear-short": 4 / 5,
     "thrifty-drafts-twice-long": 3 / 2,
-    "thrifty-drafts-twice-blocks-long": 5 / 4,
 }
 """Arm -> the factor by which its number of optimizer steps differs from that of others with its changes."""
 DAPO_REFILL = (

@@ -256,6 +256,11 @@ class RunConfig(BaseModel):
         return None if self.speculative is None else self.speculative.epochs
 
     @property
+    def leaders(self) -> int:
+        """Siblings of a group that start first."""
+        return 0 if self.speculative is None else self.speculative.leaders
+
+    @property
     def keeps_reference(self) -> bool:
         """Return whether the initial model is kept next to the policy."""
         return self.beta > 0 or self.reference_kl_steps is not None

@@ -70,13 +70,13 @@ def test_later_turns_have_drafts_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rows[-1]["num_accepted_tokens"] > 1.5 * others[-1]["num_accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("more", [{}, {"group_size": {"name": "sequential", "probe": 2}}])
+@pytest.mark.parametrize("more", [{}, {"group_size": {"name": "sequential", "probe": 2}}, {"leaders": 2}])
 def test_with_new_noise_a_run_is_the_one_without_drafts(
     tiny_config: dict[str, Any], tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    config = tiny_config | CARRYING | more | {"max_steps": 6}
+    config = tiny_config | CARRYING | {"max_steps": 6} | {k: v for k, v in more.items() if k != "leaders"}
     with_, without = tmp_path / "with", tmp_path / "without"
-    train(config | {"speculative": {"epochs": 1}, "output_dir": str(with_)})
+    train(config | {"speculative": {"epochs": 1, "leaders": more.get("leaders", 0)}, "output_dir": str(with_)})
     train(config | {"output_dir": str(without)})
     assert_clean(with_)
     rows = metrics(with_)

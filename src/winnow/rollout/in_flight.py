@@ -17,7 +17,7 @@ from ..base.redact import redact
 from ..engine.base import Finished
 from ..env.base import Env, OverlappingEnv, StepResult
 from ..env.rewards.scores import MAX_REWARD
-from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
+from ..types import Decision, Draft, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
 
 TRUNCATED = ("length", "turns", "segments")
 """Stop reasons of rollouts that a limit ended."""
@@ -207,6 +207,15 @@ class Flight:
     ended: int = 0
     """The runner's clock when its last sibling ended."""
     scored: bool = False
+    leaders: int = 0
+    """So many siblings are rolled out before the others start; 0: all have started, or may."""
+    held: list[Sibling] = field(default_factory=list)
+    """Siblings that are ready to start after the leaders."""
+    drafts: tuple[Draft, ...] = ()
+    """What the engine may try: the job's, or what the leaders sampled."""
+
+    def __post_init__(self) -> None:
+        self.drafts = self.job.drafts
 
     @property
     def visit(self) -> Visit:
@@ -227,13 +236,29 @@ class Flight:
 
         That is one of those that followed the same turns, or at least the same last turn.
         """
-        drafts, number, turn = self.job.drafts, sibling.rollout.sibling, len(sibling.rollout.turns)
+        drafts, number, turn = self.drafts, sibling.rollout.sibling, len(sibling.rollout.turns)
         if self.job.same_noise and number < len(drafts) and turn < len(drafts[number]):
             return drafts[number][turn]
         said = sibling.said() if drafts else ()
         alike = [draft[turn] for draft in drafts if draft[:turn] == said and turn < len(draft)]
         after = [b for draft in drafts for a, b in pairwise(draft) if a == said[-1]] if said and not alike else []
         return likeliest(alike or after)
+
+    def hold(self, sibling: Sibling) -> bool:
+        """Return whether a sibling has to wait for the leaders, and remember it then."""
+        held = sibling.rollout.sibling - self.job.first >= self.leaders > 0
+        if held:
+            self.held.append(sibling)
+        return held
+
+    def released(self) -> list[Sibling]:
+        """Return the siblings to start now that every leader has ended or waits at a barrier; else none."""
+        leaders = self.siblings[: self.leaders]
+        if not leaders or any(s.running and s.waiting_since is None for s in leaders):
+            return []
+        self.drafts = tuple(s.said() for s in leaders)
+        held, self.held, self.leaders = self.held, [], 0
+        return [s for s in held if s.running]
 
     def cut(self, reason: str) -> None:
         """End all rollouts. Those that had ended keep `rewards` for display, but no `reward`."""

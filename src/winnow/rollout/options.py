@@ -36,6 +36,8 @@ class RolloutOptions:
     """Most segments of a rollout; None: no limit."""
     speculative: bool = False
     """Whether jobs have drafts."""
+    leaders: int = 0
+    """Siblings of a group without drafts that start first, as drafts of the others; 0: all start at once."""
 
 
 def check_drafts(options: Iterable[RolloutOptions], provides: frozenset[str]) -> None:

@@ -99,7 +99,9 @@ def rollout_options(
         return RolloutOptions(params, c.max_prompt_length, c.seed, **more)
 
     return {
-        "train": options(train, greedy_baseline=greedy_baseline, speculative=c.speculative is not None),
+        "train": options(
+            train, greedy_baseline=greedy_baseline, speculative=c.speculative is not None, leaders=c.leaders
+        ),
         "eval": options(evaluation, report=report),
         "greedy": options(greedy),
         "profile": options(train),
