@@ -70,11 +70,11 @@ def run(
     policy: tuple[Any, Any], task: ToyTask, *, gates: Sequence[Any] = (), size: int = 4, **options: Any
 ) -> list[Group]:
     engine = LocalEngine(*policy, slots=options.pop("slots", 8))
-    params = SamplingParams(options.pop("max_tokens", 12), stop=options.pop("stop", ()))
+    sampling = {key: options.pop(key) for key in ("stop", "temperature") if key in options}
+    params = SamplingParams(options.pop("max_tokens", 12), **sampling)
     rewarder = Rewarder(task.reward_funcs)
-    runner = RolloutRunner(
-        engine, task, policy[1], rewarder, {"train": RolloutOptions(params, 32, seed=0)}, named(gates)
-    )
+    train = RolloutOptions(params, 32, seed=0, **options)
+    runner = RolloutRunner(engine, task, policy[1], rewarder, {"train": train}, named(gates))
     for number, prompt in enumerate(task.train[:3]):
         runner.launch(Job(Visit(number, 0, prompt), size))
     groups: list[Group] = []
