@@ -226,6 +226,9 @@ class RunConfig(BaseModel):
                 f"context_length: {self.context_length} leaves no room behind a prompt of max_prompt_length="
                 f"{self.max_prompt_length} tokens; raise it, or lower max_prompt_length"
             )
+        if self.speculative is not None and self.speculative.leaders >= self.num_generations:
+            leaders = f"speculative.leaders: {self.speculative.leaders}"
+            raise ValueError(f"{leaders} has no effect with num_generations: {self.num_generations}; lower it")
         self._check_kl()
         self._check_schedule()
         return self
@@ -249,16 +252,6 @@ class RunConfig(BaseModel):
         """Most tokens of a sequence, its prompt included."""
         both = self.max_prompt_length + self.max_completion_length
         return both if self.context_length is None else min(both, self.context_length)
-
-    @property
-    def drafted_epochs(self) -> int | None:
-        """Epochs in a row in which a prompt's rollouts are drawn with the same noise; None without drafts."""
-        return None if self.speculative is None else self.speculative.epochs
-
-    @property
-    def leaders(self) -> int:
-        """Siblings of a group that start first."""
-        return 0 if self.speculative is None else self.speculative.leaders
 
     @property
     def keeps_reference(self) -> bool:

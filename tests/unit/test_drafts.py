@@ -147,8 +147,8 @@ def test_impossible_drafts_are_refused() -> None:
 
 
 def test_a_run_that_would_save_nothing_is_refused() -> None:
-    options = RolloutOptions(SamplingParams(8), 8, 0, speculative=True)
-    check_drafts([replace(options, speculative=False)], frozenset())
+    options = RolloutOptions(SamplingParams(8), 8, 0, leaders=0)
+    check_drafts([replace(options, leaders=None)], frozenset())
     check_drafts([options], frozenset({"drafts"}))
     with pytest.raises(ConfigError, match="speculative: this engine decodes every token"):
         check_drafts([options], frozenset())

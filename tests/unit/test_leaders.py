@@ -58,7 +58,7 @@ def test_rollouts_are_those_of_siblings_that_start_at_once(
     make, gates = ENVS[env], GATES[gate]
     stop = () if env == "one turn" else SHORT_TURNS
     options: dict[str, Any] = {"size": 6, "slots": 64, "stop": stop, "temperature": 0.3}
-    with_ = run(policy, ToyTask(make), gates=gates(), speculative=True, leaders=leaders, **options)
+    with_ = run(policy, ToyTask(make), gates=gates(), leaders=leaders, **options)
     without = run(policy, ToyTask(make), gates=gates(), **options)
     require_equal(with_, without)
     assert not any(r.accepted for g in without for r in g.rollouts)

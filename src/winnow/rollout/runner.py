@@ -82,7 +82,7 @@ class RolloutRunner:
     def launch(self, job: Job) -> None:
         """Start the siblings of a job. If the prompt cannot be encoded, all of them fail."""
         visit, options = job.visit, self.options[job.purpose]
-        leaders = 0 if job.drafts else options.leaders
+        leaders = 0 if job.drafts or options.leaders is None else options.leaders
         flight = Flight(job, siblings_of(job, greedy=options.greedy_baseline), [], leaders=leaders)
         if flight.key in self._flights:
             raise ValueError(f"visit {visit.number} is already in flight")

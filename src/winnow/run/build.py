@@ -100,7 +100,7 @@ def rollout_options(
 
     return {
         "train": options(
-            train, greedy_baseline=greedy_baseline, speculative=c.speculative is not None, leaders=c.leaders
+            train, greedy_baseline=greedy_baseline, leaders=c.speculative.leaders if c.speculative else None
         ),
         "eval": options(evaluation, report=report),
         "greedy": options(greedy),

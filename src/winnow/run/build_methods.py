@@ -284,5 +284,5 @@ def build_collector(
         limits=limits or Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions),
         gates=m.gates,
         reuse=reuse,
-        drafts=Drafts(c.drafted_epochs),
+        drafts=Drafts(c.speculative.epochs if c.speculative else None),
     )
