@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from winnow.types import Group
+from winnow.rollout.in_flight import Flight, siblings_of
+from winnow.types import Group, Job, Prompt, Visit
 
 from ..builders.toy_rollouts import (  # noqa: F401
     SHORT_TURNS,
@@ -63,5 +64,27 @@ def test_rollouts_are_those_of_siblings_that_start_at_once(
     require_equal(with_, without)
     assert not any(r.accepted for g in without for r in g.rollouts)
     assert not any(r.accepted for g in with_ for r in g.rollouts[:leaders])
-    if leaders == 1 and env == "one turn" and gate == "no gate":
+    if (leaders, env, gate) == (1, "one turn", "no gate"):
         assert sum(r.accepted for g in with_ for r in g.rollouts) > 0
+
+
+def test_each_wave_has_all_earlier_siblings_as_drafts() -> None:
+    """Of eight one starts, then one more, then two, then four."""
+    flight = Flight(
+        Job(Visit(0, 0, Prompt("p", 0)), 8), siblings_of(Job(Visit(0, 0, Prompt("p", 0)), 8), greedy=False), []
+    )
+    flight.leaders = 1
+    started: list[list[int]] = [[s.rollout.sibling for s in flight.siblings if not flight.hold(s)]]
+    assert flight.released() is None, "the leader runs"
+    for number in range(4):
+        for sibling in flight.siblings[: flight.leaders or 8]:
+            sibling.running = False
+        released = flight.released()
+        if number == 3:
+            assert released is None
+            break
+        assert released is not None
+        started.append([s.rollout.sibling for s in released if not flight.hold(s)])
+        assert len(flight.drafts) == 2**number
+    assert started == [[0], [1], [2, 3], [4, 5, 6, 7]]
+    assert not flight.held

@@ -208,9 +208,9 @@ class Flight:
     """The runner's clock when its last sibling ended."""
     scored: bool = False
     leaders: int = 0
-    """So many siblings are rolled out before the others start; 0: all have started, or may."""
+    """So many siblings end before others start; 0: all have started, or may."""
     held: list[Sibling] = field(default_factory=list)
-    """Siblings that are ready to start after the leaders."""
+    """Siblings that are ready to start when their turn comes."""
     drafts: tuple[Draft, ...] = ()
     """What the engine may try: the job's, or what the leaders sampled."""
 
@@ -245,19 +245,23 @@ class Flight:
         return likeliest(alike or after)
 
     def hold(self, sibling: Sibling) -> bool:
-        """Return whether a sibling has to wait for the leaders, and remember it then."""
+        """Return whether a sibling has to wait for leaders, and remember it then."""
         held = sibling.rollout.sibling - self.job.first >= self.leaders > 0
         if held:
             self.held.append(sibling)
         return held
 
-    def released(self) -> list[Sibling]:
-        """Return the siblings to start now that every leader has ended or waits at a barrier; else none."""
+    def released(self) -> list[Sibling] | None:
+        """Return the siblings to start when every leader has ended or waits at a barrier, before that None.
+
+        As many as there are leaders may start then, and are leaders of the next ones.
+        """
         leaders = self.siblings[: self.leaders]
         if not leaders or any(s.running and s.waiting_since is None for s in leaders):
-            return []
+            return None
         self.drafts = tuple(s.said() for s in leaders)
-        held, self.held, self.leaders = self.held, [], 0
+        held, self.held = self.held, []
+        self.leaders = 0 if 2 * self.leaders >= len(self.siblings) else 2 * self.leaders
         return [s for s in held if s.running]
 
     def cut(self, reason: str) -> None:

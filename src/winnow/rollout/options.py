@@ -35,7 +35,7 @@ class RolloutOptions:
     max_segments: int | None = None
     """Most segments of a rollout; None: no limit."""
     leaders: int | None = None
-    """Siblings of a group without drafts that start first, as drafts of the others. None: no group has drafts."""
+    """Siblings of a group without drafts that start first, then as many again, and so on. None: drafts are not used."""
 
 
 def check_drafts(options: Iterable[RolloutOptions], provides: frozenset[str]) -> None:

@@ -364,8 +364,9 @@ class RolloutRunner:
 
     def _settle(self, flight: Flight) -> None:
         """Start those that wait for leaders, open a barrier that all have reached, close the group when none runs."""
-        for sibling in flight.released():
-            self._submit(flight, sibling)
+        while (released := flight.released()) is not None:
+            for sibling in released:
+                self._submit(flight, sibling)
         while flight.undecided and any(s.running for s in flight.gated):
             k = flight.undecided[0][0]
             if any(s.running and s.waiting_since is None for s in flight.gated):
