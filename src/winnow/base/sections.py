@@ -60,10 +60,10 @@ class ReuseConfig(BaseModel):
 
 
 class SpeculativeConfig(BaseModel):
-    """Drafts from earlier epochs; leave `speculative` out to decode every token."""
+    """Drafts from earlier rollouts; leave `speculative` out to decode every token."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    epochs: int = Field(4, ge=1)
+    epochs: int = Field(1, ge=1)
     leaders: int = Field(0, ge=0)
 
 

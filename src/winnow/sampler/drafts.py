@@ -60,7 +60,7 @@ class Drafts:
         of_siblings = [last.get(sibling, (0, []))[1] for sibling in range(max(last, default=-1) + 1)]
         drafts = tuple(tuple(tuple(turn.tolist()) for turn in turns) for turns in of_siblings)
         same = bool(last) and max(epoch for epoch, _ in last.values()) // self.epochs == noise
-        return Job(visit, size, first=first, drafts=drafts, same_noise=same, noise=noise)
+        return Job(visit, size, first=first, drafts=drafts if any(drafts) else (), same_noise=same, noise=noise)
 
     def observe(self, group: Group) -> None:
         """Take a finished group."""
