@@ -1,0 +1,91 @@
+"""What leaders save: the same groups with all siblings at once, and with some of them first, as drafts of the others.
+
+    python benchmarks/leaders.py MODEL --config recipes/alfworld.yaml --name alfworld --out FILE
+
+All prompts are visited for the first time. Ratios are to siblings that start at once, by repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import in_turn, machine, spreads, write_json
+
+from winnow.config import load_config
+from winnow.run.build import build_task
+from winnow.run.standalone import opened
+from winnow.types import Group, Job, Visit
+
+AT_ONCE = "at once"
+SIDES = {AT_ONCE: 0, "leaders: 1": 1, "leaders: 2": 2, "leaders: 4": 4}
+Side = Callable[[], tuple[list[Group], float]]
+
+
+def side_of(roll_out: Any, prompts: Any, size: int, taken: list[int]) -> Side:
+    """Roll out the next groups at every call."""
+
+    def side() -> tuple[list[Group], float]:
+        some = prompts[taken[0] : taken[0] + taken[1]]
+        jobs = [Job(Visit(prompt.ordinal, 0, prompt), size) for prompt in some]
+        started = time.perf_counter()
+        groups = list(roll_out(jobs))
+        return groups, time.perf_counter() - started
+
+    return side
+
+
+def figures(found: tuple[list[Group], float], base: tuple[list[Group], float]) -> dict[str, float]:
+    """Ratios to siblings that start at once, and the share of rollouts that are the same, token for token."""
+    rollouts, others = ([r for group in groups for r in group.rollouts] for groups, _ in (found, base))
+    sampled, sampled_by_others = (sum(int(r.action_mask.sum()) for r in each) for each in (rollouts, others))
+    alike = [np.array_equal(a.token_ids, b.token_ids) for a, b in zip(rollouts, others, strict=True)]
+    return {
+        "decoded": (sampled - sum(r.accepted for r in rollouts)) / sampled_by_others,
+        "seconds": found[1] / base[1],
+        "rollouts alike": float(np.mean(alike)),
+        "tokens a rollout": sampled / len(rollouts),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--name", required=True, help="of the task and the policy, in the file")
+    parser.add_argument("--prompts", type=int, default=16, help="groups of a repeat")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--overrides", nargs="*", default=[])
+    parser.add_argument("--out", type=Path)
+    a = parser.parse_args()
+    base = load_config(a.config, [f"model={a.model}", "gates=[]", *a.overrides])
+    task, taken = build_task(base.env), [-a.prompts, a.prompts]
+    with ExitStack() as stack:
+        sides = {}
+        for name, leaders in SIDES.items():
+            speculative = [f"speculative={{leaders: {leaders}}}"] if leaders else []
+            c = load_config(a.config, [f"model={a.model}", "gates=[]", *a.overrides, *speculative])
+            _, roll_out, _ = stack.enter_context(opened(c, task))
+            sides[name] = side_of(roll_out, task.train, c.num_generations, taken)
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
+        for repeat in range(1 + a.repeats):
+            taken[0] += a.prompts
+            [found] = in_turn(sides, 1)
+            if repeat:  # the first one warms up
+                for name in SIDES:
+                    rows[name].append(figures(found[name], found[AT_ONCE]))
+    said = {"machine": machine("cpu"), "prompts": a.prompts} | {name: spreads(rows[name]) for name in SIDES}
+    print(json.dumps(said, indent=1))
+    if a.out:
+        before = json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else {}
+        write_json(a.out, before | {a.name: said})
+
+
+if __name__ == "__main__":
+    main()
