@@ -275,7 +275,7 @@ class Collector:
         if more:
             self._probes[group.visit.number] = group
             self.buffer.continued(group.visit, more)
-            self.drafts.remember(group)
+            self.drafts.observe(group)
             self.sampler.launch(self.drafts.job(group.visit, more, len(group.rollouts)))
         return more > 0
 

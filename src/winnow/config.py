@@ -226,9 +226,6 @@ class RunConfig(BaseModel):
                 f"context_length: {self.context_length} leaves no room behind a prompt of max_prompt_length="
                 f"{self.max_prompt_length} tokens; raise it, or lower max_prompt_length"
             )
-        if self.speculative is not None and self.speculative.leaders >= self.num_generations:
-            leaders = f"speculative.leaders: {self.speculative.leaders}"
-            raise ValueError(f"{leaders} has no effect with num_generations: {self.num_generations}; lower it")
         self._check_kl()
         self._check_schedule()
         return self

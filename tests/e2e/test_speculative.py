@@ -113,8 +113,11 @@ def test_engines_without_drafts_are_refused(tiny_config: dict[str, Any], monkeyp
         Trainer(config=tiny_config | {"speculative": {"epochs": 2}, "repetition_penalty": 1.2}).train()
     with pytest.raises(ConfigError, match=r"speculative\.epochs: .*greater than or equal to 1"):
         Trainer(config=tiny_config | {"speculative": {"epochs": 0}})
-    with pytest.raises(ConfigError, match=r"speculative\.leaders: 4 has no effect with num_generations: 4"):
+    with pytest.raises(ConfigError, match="speculative: leaders: 4 has no effect on groups that start with at most 4"):
         Trainer(config=tiny_config | {"speculative": {"leaders": 4}})
+    probe = {"group_size": {"name": "sequential", "probe": 2}}
+    with pytest.raises(ConfigError, match="speculative: leaders: 2 has no effect on groups that start with at most 2"):
+        Trainer(config=tiny_config | probe | {"speculative": {"leaders": 2}})
 
 
 def test_blocks_bring_drafts_within_the_first_epoch(tiny_config: dict[str, Any], tmp_path: Path) -> None:

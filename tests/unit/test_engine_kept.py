@@ -99,6 +99,21 @@ def test_drafts_of_further_turns(name: str, keep: bool, slots: int) -> None:
         assert [x.accepted for x in a] == [0 if i in (1, 2) else turn + 1 for i in range(5)]
 
 
+def test_drafts_of_turns_near_the_last_position() -> None:
+    """A pass pads all drafts to the longest, also that of the longest context."""
+    model = make_model("qwen2")
+    prompts = [tuple(range(1, 7)), tuple(1 + i % 40 for i in range(30))]
+    plain, drafted = (make_engine(model, max_length=64) for _ in range(2))
+    asked = [Request(i, p, SamplingParams(64 - len(p)), noise_key(i), keep=True) for i, p in enumerate(prompts)]
+    plain.submit(asked)
+    said = run(plain)
+    guesses = {r.id: [*said[r.id].token_ids.tolist(), *[1] * 64][: r.params.max_tokens] for r in asked}
+    drafted.submit([replace(r, draft=tuple(guesses[r.id])) for r in asked])
+    for id_, finished in run(drafted).items():
+        np.testing.assert_array_equal(finished.token_ids, said[id_].token_ids)
+        assert finished.accepted > 0
+
+
 def test_only_what_is_new_goes_through_the_model() -> None:
     engine = make_engine(make_model("qwen2"), slots=8)
     counted = Counted(engine)

@@ -183,12 +183,15 @@ def siblings_of(job: Job, *, greedy: bool) -> list[Sibling]:
 
 def likeliest(drafts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return one of some drafts, found token by token: each is the most frequent after those before it."""
-    i = 0
-    while len(drafts) > 1:
-        token = Counter(draft[i : i + 1] for draft in drafts).most_common(1)[0][0]
-        drafts = [draft for draft in drafts if draft[i : i + 1] == token] if token else drafts[:1]
+    left, i = Counter(drafts), 0
+    while len(left) > 1:
+        tokens: Counter[tuple[int, ...]] = Counter()
+        for draft, n in left.items():
+            tokens[draft[i : i + 1]] += n
+        token = tokens.most_common(1)[0][0]
+        left = Counter({draft: n for draft, n in left.items() if draft[i : i + 1] == token})
         i += 1
-    return drafts[0] if drafts else ()
+    return next(iter(left), ())
 
 
 @dataclass
@@ -237,8 +240,9 @@ class Flight:
         That is one of those that followed the same turns, or at least the same last turn.
         """
         drafts, number, turn = self.drafts, sibling.rollout.sibling, len(sibling.rollout.turns)
-        if self.job.same_noise and number < len(drafts) and turn < len(drafts[number]):
-            return drafts[number][turn]
+        own = drafts[number : number + 1] if any(self.job.same_noise[number : number + 1]) else ()
+        if own and turn < len(own[0]):
+            return own[0][turn]
         said = sibling.said() if drafts else ()
         alike = [draft[turn] for draft in drafts if draft[:turn] == said and turn < len(draft)]
         after = [b for draft in drafts for a, b in pairwise(draft) if a == said[-1]] if said and not alike else []
@@ -261,7 +265,7 @@ class Flight:
             return None
         self.drafts = tuple(s.said() for s in leaders)
         held, self.held = self.held, []
-        self.leaders = 0 if 2 * self.leaders >= len(self.siblings) else 2 * self.leaders
+        self.leaders = 0 if 2 * self.leaders >= len(self.gated) else 2 * self.leaders
         return [s for s in held if s.running]
 
     def cut(self, reason: str) -> None:

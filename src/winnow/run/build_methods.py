@@ -21,6 +21,7 @@ from ..methods.group_kind import GroupJudge
 from ..methods.loss import LossConfig
 from ..methods.select import StreamSelector
 from ..methods.size import GroupSize, RolloutBatch
+from ..methods.size.sequential import SequentialSize
 from ..methods.success import Success, default_success
 from ..record.account import Account
 from ..record.stop_conditions import Limits
@@ -81,6 +82,12 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
         raise ConfigError(
             f"advantage: {name_of(c.advantage)} needs groups of at least {advantage.smallest_group} rollouts, but they "
             f"may have only {group_size.smallest}; lower its k, or raise num_generations or the sizes of group_size"
+        )
+    begun = group_size.smallest if isinstance(group_size, SequentialSize) else group_size.largest
+    if c.speculative is not None and c.speculative.leaders >= begun:
+        raise ConfigError(
+            f"speculative: leaders: {c.speculative.leaders} has no effect on groups that start with at most {begun} "
+            "siblings; lower it"
         )
     filters = _filters(c, options["filter"])
     filter_ = filters[0] if len(filters) == 1 else _all_of(c, filters)

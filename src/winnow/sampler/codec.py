@@ -52,7 +52,7 @@ def job_state(job: Job) -> dict[str, Any]:
     turns = [np.array(turn, np.int32) for draft in job.drafts for turn in draft]
     drafts = {"turns": [len(draft) for draft in job.drafts], "tokens": pack_all(turns)} if turns else None
     plain = {"size": job.size, "purpose": job.purpose, "first": job.first, "drafts": drafts, "noise": job.noise}
-    return {"visit": visit_state(job.visit), "same_noise": job.same_noise} | plain
+    return {"visit": visit_state(job.visit), "same_noise": list(job.same_noise)} | plain
 
 
 def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Job:
@@ -62,9 +62,8 @@ def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Jo
     if packed := state["drafts"]:
         turns = iter([tuple(turn.tolist()) for turn in unpack_all(packed["tokens"]) if turn is not None])
         drafts = tuple(tuple(islice(turns, n)) for n in packed["turns"])
-    return Job(
-        visit, state["size"], state["purpose"], state["first"], drafts, state["same_noise"], noise=state["noise"]
-    )
+    same = tuple(state["same_noise"])
+    return Job(visit, state["size"], state["purpose"], state["first"], drafts, same, state["noise"])
 
 
 def visit_state(visit: Visit) -> list[Any]:

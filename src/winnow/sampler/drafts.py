@@ -16,12 +16,12 @@ from pydantic import Field
 
 from ..base.array_json import Packed
 from ..base.state import State
-from ..types import Group, Job, Visit
+from ..types import Group, Job, Rollout, Visit
 
 MOST_BYTES = 1 << 28
 """Memory for drafts."""
-TURN_BYTES = 128
-"""What a turn takes besides its tokens."""
+ROLLOUT_BYTES, TURN_BYTES = 200, 140
+"""What a rollout and each of its turns take besides the tokens, about."""
 FRESH = 1 << 32
 """Noise of repeated visits, apart from that of all epochs."""
 
@@ -47,40 +47,37 @@ class Drafts:
         self._last: dict[int, dict[int, tuple[int, list[np.ndarray]]]] = {}
         """Prompt -> sibling -> epoch, and tokens of each turn; the prompt visited last comes last."""
         self._bytes = 0
-        self._visited: set[int] = set()
-        """Prompts visited in this step. With the same noise the same policy would sample the same again."""
+        self._visited: dict[int, int] = {}
+        """Prompt -> its first visit in this step. With the same noise the same policy would sample the same again."""
 
     def job(self, visit: Visit, size: int, first: int) -> Job:
         """Return a job with noise and drafts."""
         if self.epochs is None:
             return Job(visit, size, first=first)
-        again = visit.prompt.ordinal in self._visited and self.epochs > 1
+        again = self._visited.setdefault(visit.prompt.ordinal, visit.number) != visit.number and self.epochs > 1
         noise = FRESH + visit.epoch if again else visit.epoch // self.epochs
         last = self._last.get(visit.prompt.ordinal, {})
-        of_siblings = [last.get(sibling, (0, []))[1] for sibling in range(max(last, default=-1) + 1)]
-        drafts = tuple(tuple(tuple(turn.tolist()) for turn in turns) for turns in of_siblings)
-        same = bool(last) and max(epoch for epoch, _ in last.values()) // self.epochs == noise
-        return Job(visit, size, first=first, drafts=drafts if any(drafts) else (), same_noise=same, noise=noise)
+        siblings = [last.get(sibling, (0, [])) for sibling in range(max(last, default=-1) + 1)]
+        drafts = tuple(tuple(tuple(turn.tolist()) for turn in turns) for _, turns in siblings)
+        same = tuple(self.epochs > 1 and epoch // self.epochs == noise for epoch, _ in siblings)
+        return Job(visit, size, first=first, drafts=drafts, same_noise=same, noise=noise)
 
     def observe(self, group: Group) -> None:
-        """Take a finished group."""
-        self.remember(group)
-        self._visited.add(group.prompt.ordinal)
-
-    def remember(self, group: Group) -> None:
-        """Remember what rollouts of a group have sampled; beyond `MOST_BYTES` the oldest are forgotten."""
+        """Remember what a group has sampled; beyond `MOST_BYTES` the prompts visited least recently are forgotten."""
         if self.epochs is None:
             return
-        ordinal = group.prompt.ordinal
+        ordinal, epoch = group.prompt.ordinal, group.visit.epoch
+        sampled = {rollout.sibling: (epoch, _turns(rollout)) for rollout in group.siblings if rollout.turns}
         last = self._last.pop(ordinal, {})
-        for rollout in group.siblings:
-            turns = [rollout.token_ids[turn.start : turn.stop].astype(np.int32) for turn in rollout.turns]
-            self._bytes += _bytes(turns) - _bytes(last.get(rollout.sibling, (0, []))[1])
-            last[rollout.sibling] = group.visit.epoch, turns
-        self._last[ordinal] = last
+        self._bytes -= _bytes(last)
+        if self.epochs == 1 and sampled:  # siblings with new noise are no nearer to their own earlier rollouts
+            last = {sibling: of for sibling, of in last.items() if of[0] == epoch}
+        last |= sampled
+        if last:
+            self._last[ordinal] = last
+            self._bytes += _bytes(last)
         while self._bytes > MOST_BYTES:
-            oldest = self._last.pop(next(iter(self._last)))
-            self._bytes -= sum(_bytes(turns) for _, turns in oldest.values())
+            self._bytes -= _bytes(self._last.pop(next(iter(self._last))))
 
     def end_step(self) -> None:
         """End an optimizer step."""
@@ -101,12 +98,17 @@ class Drafts:
         """Load a state. Raises ValueError if its lengths do not match its tokens."""
         if saved.length_D.sum() != len(saved.tokens):
             raise ValueError(f"drafts: lengths add up to {saved.length_D.sum()}, not to {len(saved.tokens)} tokens")
-        self._last, self._bytes = {}, saved.tokens.nbytes + TURN_BYTES * len(saved.length_D)
+        self._last = {}
         pieces = np.split(saved.tokens, np.cumsum(saved.length_D)[:-1]) if len(saved.length_D) else []
         columns = (c.tolist() for c in (saved.ordinal_D, saved.sibling_D, saved.epoch_D))
         for ordinal, sibling, epoch, tokens in zip(*columns, pieces, strict=True):
-            self._last.setdefault(ordinal, {}).setdefault(sibling, (epoch, []))[1].append(tokens)
+            self._last.setdefault(ordinal, {}).setdefault(sibling, (epoch, []))[1].append(tokens.copy())
+        self._bytes = sum(map(_bytes, self._last.values()))
 
 
-def _bytes(turns: list[np.ndarray]) -> int:
-    return sum(turn.nbytes + TURN_BYTES for turn in turns)
+def _turns(rollout: Rollout) -> list[np.ndarray]:
+    return [rollout.token_ids[turn.start : turn.stop].astype(np.int32) for turn in rollout.turns]
+
+
+def _bytes(siblings: dict[int, tuple[int, list[np.ndarray]]]) -> int:
+    return sum(ROLLOUT_BYTES + sum(turn.nbytes + TURN_BYTES for turn in turns) for _, turns in siblings.values())

@@ -240,12 +240,12 @@ class LocalEngine(SequenceEngine):
         requests = list(itertools.islice(waiting.values(), free))
         kept = {r.id: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
         self._prefill(dict.fromkeys(r.prompt_ids for r in requests if r.id not in kept))
-        extended = self._extend([r for r in requests if r.id in kept], kept)
-        drafted: list[tuple[Request, _Prompt]] = []
+        outputs, drafted = self._go_on([r for r in requests if r.id in kept], kept)
         batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
         for request in requests:
-            shared = self._leave_queue(request)
-            prompt = extended.get(request.id, shared)
+            prompt = self._leave_queue(request)
+            if request.id in kept:
+                continue
             assert prompt.prefilled is not None
             if self._reads_draft(request):
                 drafted.append((request, prompt))
@@ -253,16 +253,22 @@ class LocalEngine(SequenceEngine):
             _, index, members = batches.setdefault(id(prompt.prefilled), (prompt.prefilled, [], []))
             index.append(prompt.index)
             members.append(request)
-        return [self._insert(*batch) for batch in batches.values()] + self._read(drafted)
+        return outputs + [self._insert(*batch) for batch in batches.values()] + self._read(drafted)
 
-    def _extend(self, requests: list[Request], kept: dict[Hashable, Kept]) -> dict[Hashable, _Prompt]:
-        """Run what is new in the prompts of further turns."""
+    def _go_on(
+        self, requests: list[Request], kept: dict[Hashable, Kept]
+    ) -> tuple[list[Output], list[tuple[Request, _Prompt]]]:
+        """Start further turns, of which only what is new goes through the model; return also those with drafts."""
         tails = {r.id: r.prompt_ids[len(kept[r.id].tokens) :] for r in requests}
-        prompts: dict[Hashable, _Prompt] = {}
+        outputs, drafted = [], []
         for group in self._together(requests, lambda r: tails[r.id]):
             extended = self._backend.extend([tails[r.id] for r in group], [kept[r.id] for r in group])
-            prompts |= {r.id: _Prompt(prefilled=extended, index=i) for i, r in enumerate(group)}
-        return prompts
+            plain = [i for i, request in enumerate(group) if not self._reads_draft(request)]
+            if plain:
+                outputs.append(self._insert(extended, plain, [group[i] for i in plain]))
+            rest = [i for i in range(len(group)) if i not in plain]
+            drafted += [(group[i], _Prompt(prefilled=extended, index=i)) for i in rest]
+        return outputs, drafted
 
     def _reads_draft(self, request: Request) -> bool:
         """Whether to read a draft. One token is drawn anyway, and a penalty makes tokens depend on those before."""

@@ -219,7 +219,8 @@ class LlamaBackend:
         mask = causal_mask(positions_BS, keys[0].shape[2], self.dtype)
         rows = torch.arange(B, device=self.device)[:, None]
         x = self._embedding[self._padded(tails).view(-1)]
-        rotation = self._rotation[positions_BS.view(-1)]
+        # Padding may lie beyond the last position.
+        rotation = self._rotation[positions_BS.view(-1).clamp(max=len(self._rotation) - 1)]
         for layer, all_keys, all_values in zip(self._layers, keys, values, strict=True):
             q, k, v = (t.view(B, S, -1, self._size) for t in self._qkv(layer, x, rotation))
             all_keys[rows, :, positions_BS] = k
