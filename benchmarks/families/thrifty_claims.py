@@ -48,6 +48,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dapo-small": (*FIXED, *SMALL),
     "dapo-small-drafts-twice": (*SMALL, *DRAFTS, *TWICE, *CLIP),
     "dapo-fixed-drafts": (*FIXED, *DRAFTS),
+    "dapo-fixed-leaders": (*FIXED, *LEADERS),
     "dapo-fixed-linear": (*FIXED, *LINEAR),
     "dapo-fixed-linear-half": (*FIXED, *LINEAR),
     "greso": GRESO,
