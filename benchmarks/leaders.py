@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--overrides", nargs="*", default=[])
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
+    on = machine("cpu")
     base = load_config(a.config, [f"model={a.model}", "gates=[]", *a.overrides])
     task, taken = build_task(base.env), [-a.prompts, a.prompts]
     with ExitStack() as stack:
@@ -80,7 +81,7 @@ def main() -> None:
             if repeat:  # the first one warms up
                 for name in SIDES:
                     rows[name].append(figures(found[name], found[AT_ONCE]))
-    said = {"machine": machine("cpu"), "prompts": a.prompts} | {name: spreads(rows[name]) for name in SIDES}
+    said = {"machine": on, "prompts": a.prompts} | {name: spreads(rows[name]) for name in SIDES}
     print(json.dumps(said, indent=1))
     if a.out:
         before = json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else {}

@@ -81,7 +81,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "thrifty-drafts-twice-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *BLOCKS),
     "thrifty-leaders-twice": (*BAYES, *SMALL, *LEADERS, *TWICE, *CLIP),
     "thrifty-leaders-twice-linear": (*BAYES, *SMALL, *LEADERS, *TWICE, *CLIP, *LINEAR),
-    "thrifty-leaders-twice-linear-blocks": (*BAYES, *SMALL, *LEADERS, *TWICE, *CLIP, *LINEAR, *BLOCKS),
     "thrifty-drafts-twice-gate": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, BY_PROGRESS),
     "thrifty-drafts-twice-long": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),

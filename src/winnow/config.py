@@ -31,12 +31,13 @@ from .base.paths import below_home, out_of_home
 from .base.schedule import OWN, Schedule, check_schedule
 from .base.sections import OF_ADAPTER as OF_ADAPTER
 from .base.sections import AuditConfig as AuditConfig
-from .base.sections import BlocksConfig, success_section
+from .base.sections import BlocksConfig as BlocksConfig
 from .base.sections import LoraConfig as LoraConfig
 from .base.sections import ReuseConfig as ReuseConfig
 from .base.sections import SaveDtype as SaveDtype
 from .base.sections import SpeculativeConfig as SpeculativeConfig
 from .base.sections import SuccessConfig as SuccessConfig
+from .base.sections import success_section
 from .base.settings_yaml import load_yaml
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]

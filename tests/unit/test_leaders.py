@@ -70,10 +70,8 @@ def test_rollouts_are_those_of_siblings_that_start_at_once(
 
 def test_each_wave_has_all_earlier_siblings_as_drafts() -> None:
     """Of eight one starts, then one more, then two, then four."""
-    flight = Flight(
-        Job(Visit(0, 0, Prompt("p", 0)), 8), siblings_of(Job(Visit(0, 0, Prompt("p", 0)), 8), greedy=False), []
-    )
-    flight.leaders = 1
+    job = Job(Visit(0, 0, Prompt("p", 0)), 8)
+    flight = Flight(job, siblings_of(job, greedy=False), [], leaders=1)
     started: list[list[int]] = [[s.rollout.sibling for s in flight.siblings if not flight.hold(s)]]
     assert flight.released() is None, "the leader runs"
     for number in range(4):

@@ -21,7 +21,6 @@ from ..methods.group_kind import GroupJudge
 from ..methods.loss import LossConfig
 from ..methods.select import StreamSelector
 from ..methods.size import GroupSize, RolloutBatch
-from ..methods.size.sequential import SequentialSize
 from ..methods.success import Success, default_success
 from ..record.account import Account
 from ..record.stop_conditions import Limits
@@ -83,11 +82,10 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
             f"advantage: {name_of(c.advantage)} needs groups of at least {advantage.smallest_group} rollouts, but they "
             f"may have only {group_size.smallest}; lower its k, or raise num_generations or the sizes of group_size"
         )
-    begun = group_size.smallest if isinstance(group_size, SequentialSize) else group_size.largest
-    if c.speculative is not None and c.speculative.leaders >= begun:
+    if c.speculative is not None and c.speculative.leaders >= group_size.smallest:
         raise ConfigError(
-            f"speculative: leaders: {c.speculative.leaders} has no effect on groups that start with at most {begun} "
-            "siblings; lower it"
+            f"speculative: leaders: {c.speculative.leaders} has no effect on groups that start with "
+            f"{group_size.smallest} siblings; lower it"
         )
     filters = _filters(c, options["filter"])
     filter_ = filters[0] if len(filters) == 1 else _all_of(c, filters)
