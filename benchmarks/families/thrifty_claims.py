@@ -37,7 +37,7 @@ KNAPSACK = ("group_size={name: allocate, value: knapsack}",)
 ACTIVE = ("num_generations=4", "filter={name: zero_variance, refill: false}")
 ADAPTIVE_K = ("group_size={name: adaptive_k, tau: 0.5, window: 5}",)
 DRAFTS = ("speculative={epochs: 4}",)
-LEADERS = ("speculative={epochs: 1, leaders: 1}",)
+NEW_NOISE = ("speculative={epochs: 1}",)
 LINEAR = ("lr_scheduler_type=linear",)
 BLOCKS = ("blocks={prompts: 256, passes: 4}",)
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
@@ -48,7 +48,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dapo-small": (*FIXED, *SMALL),
     "dapo-small-drafts-twice": (*SMALL, *DRAFTS, *TWICE, *CLIP),
     "dapo-fixed-drafts": (*FIXED, *DRAFTS),
-    "dapo-fixed-leaders": (*FIXED, *LEADERS),
+    "dapo-fixed-shared": FIXED,
     "dapo-fixed-linear": (*FIXED, *LINEAR),
     "dapo-fixed-linear-half": (*FIXED, *LINEAR),
     "greso": GRESO,
@@ -79,8 +79,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "thrifty-drafts-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-probe": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *PROBE_3),
     "thrifty-drafts-twice-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *BLOCKS),
-    "thrifty-leaders-twice": (*BAYES, *SMALL, *LEADERS, *TWICE, *CLIP),
-    "thrifty-leaders-twice-linear": (*BAYES, *SMALL, *LEADERS, *TWICE, *CLIP, *LINEAR),
+    "thrifty-shared-twice": (*BAYES, *SMALL, *NEW_NOISE, *TWICE, *CLIP),
+    "thrifty-shared-twice-linear": (*BAYES, *SMALL, *NEW_NOISE, *TWICE, *CLIP, *LINEAR),
     "thrifty-drafts-twice-gate": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, BY_PROGRESS),
     "thrifty-drafts-twice-long": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
     "thrifty-drafts-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
@@ -152,7 +152,7 @@ BASES = (BASE, "dapo-fixed-linear", "dapo")
 COMPARED = (
     *("thrifty", "thrifty-drafts", "thrifty-drafts-twice", "thrifty-drafts-twice-linear"),
     *("thrifty-drafts-twice-linear-short", "thrifty-drafts-twice-long", "dapo", "dapo-fixed-linear", "all"),
-    *("thrifty-drafts-twice-blocks", "thrifty-drafts-twice-linear-blocks", "thrifty-leaders-twice"),
+    *("thrifty-drafts-twice-blocks", "thrifty-drafts-twice-linear-blocks", "thrifty-shared-twice"),
 )
 PEERS = (
     *("pilot-commit", "speed-rl", "backoff", "knapsack", "mopps", "reinforce-ada", "reinforce-ada-balanced"),

@@ -69,7 +69,7 @@ class CollectorState(State):
     reuse: list[UsedState] | None = None
     """Absent without `reuse`."""
     drafts: DraftsState | None = None
-    num_accepted_tokens: Count = 0
+    num_decoded_tokens: Count | None = None
     """Absent from those of version 0.2, as the drafts are."""
 
 
@@ -105,7 +105,7 @@ class Collector:
     drafts: Drafts = field(default_factory=Drafts)
 
     def __post_init__(self) -> None:
-        self.num_tokens = self.num_accepted_tokens = 0
+        self.num_tokens = self.num_decoded_tokens = 0
         self.stop: RunStoppedError | None = None
         """Error that ends the run, once no progress is possible."""
         self.tally = Tally(self.judge)
@@ -134,8 +134,8 @@ class Collector:
         with self.tally.phase("generate"):
             batch = self._collect(step)._replace(again=again)
         if self.stop is not None and not batch.groups:
-            self.num_tokens += sum(self.tally.lengths)
-            self.num_accepted_tokens += self.tally.accepted_tokens
+            self.num_tokens += self.tally.sampled_tokens
+            self.num_decoded_tokens += self.tally.decoded_tokens
         return batch
 
     def _again(self, step: int) -> list[Group]:
@@ -173,11 +173,11 @@ class Collector:
         """Close the account of the step from version `step`; return its metrics. `update`: metrics from elsewhere."""
         metrics = self.tally.metrics()
         self.num_tokens += self.tally.sampled_tokens
-        self.num_accepted_tokens += self.tally.accepted_tokens
-        metrics |= {"step": step + 1, "num_tokens": self.num_tokens, "groups/effective": float(len(groups))}
+        self.num_decoded_tokens += self.tally.decoded_tokens
+        metrics |= {"step": step + 1, "num_tokens": self.num_tokens}
+        metrics |= {"num_decoded_tokens": self.num_decoded_tokens, "groups/effective": float(len(groups))}
         metrics |= {**update, **self._learned, **self.selector.metrics()}
         metrics |= {} if self.reuse is None else self.reuse.metrics
-        metrics |= {"num_accepted_tokens": self.num_accepted_tokens} if self.drafts.epochs is not None else {}
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
         self.group_size.observe(metrics)
@@ -339,13 +339,14 @@ class Collector:
             "gates": {name: gate.state_dict() for name, gate in self.gates.items()},
             "reuse": None if self.reuse is None else self.reuse.state_dict(),
             "drafts": self.drafts.state_dict(),
-            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_decoded_tokens": self.num_decoded_tokens,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | CollectorState) -> None:
         """Restore a state. Raises ValueError on one that this configuration cannot have."""
         saved = CollectorState.of(state)
         self.num_tokens = saved.num_tokens
+        self.num_decoded_tokens = saved.num_tokens if saved.num_decoded_tokens is None else saved.num_decoded_tokens
         self._useful.skipped_steps, self._useful.solved_steps = saved.skipped_steps, saved.solved_steps
         if not self.judge.success.declared:
             self.judge.success.undecided = self.judge.success.undecided or saved.undecided
@@ -360,7 +361,6 @@ class Collector:
                 self.reuse.load(groups, [used.uses for used in saved.reuse])
         if saved.drafts is not None:
             self.drafts.load(saved.drafts)
-        self.num_accepted_tokens = saved.num_accepted_tokens
         self.buffer.spent = saved.spent
         with at("selector"):
             self.selector.load_state_dict(saved.selector)

@@ -233,8 +233,8 @@ class Rollout:
     """Segments after the first, in order."""
     agent_rewards: dict[str, float] = field(default_factory=dict)
     """Reward of each agent, where they have rewards of their own; `reward` is then their mean."""
-    accepted: int = 0
-    """Draft tokens among the sampled ones: read in one forward pass, not decoded one by one."""
+    spared: int = 0
+    """Sampled tokens that took no decoding step of their own: of a draft, or decoded once for some siblings."""
 
     @property
     def segments(self) -> list[Segment]:

@@ -100,7 +100,7 @@ SWITCHES: list[Settings] = [
     {"reuse": {"updates": 2, "audit": 0.5}},
     {"reuse": {"updates": 3, "max_age": 1, "min_ess": 0.9}},
     {"speculative": {"epochs": 2}},
-    {"speculative": {"epochs": 1, "leaders": 1}},
+    {"speculative": {"epochs": 1}},
     {"blocks": {"prompts": 3, "passes": 2}},
     {"temperature": 0.7},
     {"top_p": 0.8},

@@ -64,7 +64,6 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     epochs: int = Field(1, ge=1)
-    leaders: int = Field(0, ge=0)
 
 
 class BlocksConfig(BaseModel):

@@ -96,8 +96,8 @@ class Finished:
     """float32 [H] if requested: input of the lm_head for the last token."""
     raw_logp: np.ndarray | None = None
     """float32 [T] if requested; see `Reached`."""
-    accepted: int = 0
-    """Draft tokens among them."""
+    spared: int = 0
+    """Tokens among them that took no decoding step of their own: of a draft, or decoded once for some siblings."""
 
 
 Event = Reached | Finished

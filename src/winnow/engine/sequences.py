@@ -152,7 +152,7 @@ class Sequences:
         accepted = int(others.argmax()) if others.any() else most
         alerts = np.flatnonzero(self._stops.alert[stop_set, tokens[:accepted]]).tolist()
         accepted = next((i for i in alerts if self._end(stop_set, tokens[: i + 1])), accepted)
-        self.table.accept(row, drawn.part(0, accepted), len(self._versions) - 1)
+        self.table.accept(row, drawn.at(slice(accepted)), len(self._versions) - 1)
         return accepted
 
     def record(self, rows: Rows, drawn: Drawn) -> np.ndarray:

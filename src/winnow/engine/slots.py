@@ -27,9 +27,9 @@ class Drawn(NamedTuple):
     confidence_N: np.ndarray | None
     raw_logp_N: np.ndarray | None
 
-    def part(self, start: int, stop: int) -> Drawn:
-        """Return rows `start` to `stop`."""
-        return Drawn(*(None if column is None else column[start:stop] for column in self))  # type: ignore[arg-type]
+    def at(self, rows: Rows) -> Drawn:
+        """Return some rows."""
+        return Drawn(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
 
     @classmethod
     def joined(cls, parts: list[Drawn]) -> Drawn:
@@ -66,19 +66,14 @@ class SlotTable:
         self.raw_logp = np.zeros((slots, 0), dtype=np.float32)
         self.raw = np.zeros(slots, dtype=bool)
         """Rows with requested `raw_logp`."""
-        self.accepted = np.zeros(slots, dtype=np.int64)
-        """Draft tokens among those sampled."""
+        self.spared = np.zeros(slots, dtype=np.int64)
+        """Tokens among those sampled that took no decoding step of their own."""
         self.requests: list[Request] = []
         self.row_of: dict[Hashable, int] = {}
         self.clock = 0.0
         """Engine seconds per running row, summed over all steps so far."""
         self._clock_in = np.zeros(slots)
         self._index = np.arange(slots)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Return the cache columns of each running row, including the token to be written next."""
-        return self.ints[POSITION, : self.n] + 1
 
     def append(self, requests: list[Request], stop_sets: list[int]) -> slice:
         """Start sequences after the running ones; return their rows."""
@@ -103,7 +98,7 @@ class SlotTable:
         self._remember(rows, requests)
         self.confident[rows] = [r.confidence for r in requests]
         self.raw[rows] = [r.raw_logp for r in requests]
-        self.accepted[rows] = 0
+        self.spared[rows] = 0
         self._clock_in[rows] = self.clock
         self.row_of.update(zip((r.id for r in requests), range(rows.start, rows.stop), strict=True))
         self.requests += requests
@@ -134,7 +129,7 @@ class SlotTable:
             self.confidence[row, :n] = drawn.confidence_N
         if drawn.raw_logp_N is not None:
             self.raw_logp[row, :n] = drawn.raw_logp_N
-        self.ints[COUNT, row] = self.accepted[row] = n
+        self.ints[COUNT, row] = self.spared[row] = n
         self.ints[POSITION, row] += n
 
     def rearm(self, row: int) -> None:
@@ -169,7 +164,7 @@ class SlotTable:
     def finished(self, row: int, reason: str, versions: np.ndarray, hidden: np.ndarray | None = None) -> Finished:
         id_, tokens, seconds = self.requests[row].id, self.sampled(row)[0].copy(), self.clock - self._clock_in[row]
         logp, confidence, raw_logp = self._reported(row)
-        more = confidence, hidden, raw_logp, int(self.accepted[row])
+        more = confidence, hidden, raw_logp, int(self.spared[row])
         return Finished(id_, tokens, logp, versions, reason, float(seconds), *more)
 
     def remove(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -190,19 +185,13 @@ class SlotTable:
         for rows_last in (self.ints, self.floats):
             rows_last[:, targets] = rows_last[:, sources]
         flags, values = (self.greedy, self.confident, self.raw), (self.logp, self.confidence, self.raw_logp)
-        others = self.tokens, self.weights, self.penalty, self.context, self.accepted, self._clock_in
+        others = self.tokens, self.weights, self.penalty, self.context, self.spared, self._clock_in
         for rows_first in (*flags, *values, *others):
             rows_first[targets] = rows_first[sources]
         moved = [self.requests[source] for source in sources]
         for target, request in zip(targets.tolist(), moved, strict=True):
             self.requests[target] = request
             self.row_of[request.id] = target
-
-    def sort(self) -> np.ndarray:
-        """Reorder the running rows, longest first; return the permutation (row i was row order[i])."""
-        order = np.argsort(-self.ints[POSITION, : self.n], kind="stable")
-        self._move(np.arange(self.n), order)
-        return order
 
     def _remember(self, rows: slice, requests: list[Request]) -> None:
         """Store the penalties of new rows and the tokens that they apply to."""

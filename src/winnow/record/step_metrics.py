@@ -35,8 +35,8 @@ class Tally:
         self.rollouts = 0
         self.sampled_tokens = 0
         """This and `rollouts` include greedy baselines, which other figures leave out."""
-        self.accepted_tokens = 0
-        """Sampled tokens that were read from drafts."""
+        self.decoded_tokens = 0
+        """Sampled tokens that took a decoding step of their own."""
         self.truncated = 0
         self.failed = Failures()
         self.refused: Counter[str] = Counter()
@@ -78,7 +78,7 @@ class Tally:
             tokens = int(np.count_nonzero(rollout.action_mask))
             self.rollouts += 1
             self.sampled_tokens += tokens
-            self.accepted_tokens += rollout.accepted
+            self.decoded_tokens += tokens - rollout.spared
             self.barrier_wait_s += rollout.barrier_wait_s
             if rollout.fate == Fate.FAILED:
                 self.failed.add(rollout.reason, group.prompt.id)

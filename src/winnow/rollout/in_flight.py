@@ -17,7 +17,7 @@ from ..base.redact import redact
 from ..engine.base import Finished
 from ..env.base import Env, OverlappingEnv, StepResult
 from ..env.rewards.scores import MAX_REWARD
-from ..types import Decision, Draft, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
+from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
 
 TRUNCATED = ("length", "turns", "segments")
 """Stop reasons of rollouts that a limit ended."""
@@ -67,7 +67,7 @@ class Sibling:
         if turn.raw_logp is not None:
             self.raw_logps.append(turn.raw_logp)
         self.rollout.seconds += turn.seconds
-        self.rollout.accepted += turn.accepted
+        self.rollout.spared += turn.spared
 
     def withdraw(self, length: int) -> None:
         """Take back what was added since the rollout had this length: an observation, or a segment without tokens."""
@@ -210,15 +210,6 @@ class Flight:
     ended: int = 0
     """The runner's clock when its last sibling ended."""
     scored: bool = False
-    leaders: int = 0
-    """So many siblings end before others start; 0: all have started, or may."""
-    held: list[Sibling] = field(default_factory=list)
-    """Siblings that are ready to start when their turn comes."""
-    drafts: tuple[Draft, ...] = ()
-    """What the engine may try: the job's, or what the leaders sampled."""
-
-    def __post_init__(self) -> None:
-        self.drafts = self.job.drafts
 
     @property
     def visit(self) -> Visit:
@@ -239,7 +230,7 @@ class Flight:
 
         That is one of those that followed the same turns, or at least the same last turn.
         """
-        drafts, number, turn = self.drafts, sibling.rollout.sibling, len(sibling.rollout.turns)
+        drafts, number, turn = self.job.drafts, sibling.rollout.sibling, len(sibling.rollout.turns)
         own = drafts[number : number + 1] if any(self.job.same_noise[number : number + 1]) else ()
         if own and turn < len(own[0]):
             return own[0][turn]
@@ -247,26 +238,6 @@ class Flight:
         alike = [draft[turn] for draft in drafts if draft[:turn] == said and turn < len(draft)]
         after = [b for draft in drafts for a, b in pairwise(draft) if a == said[-1]] if said and not alike else []
         return likeliest(alike or after)
-
-    def hold(self, sibling: Sibling) -> bool:
-        """Return whether a sibling has to wait for leaders, and remember it then."""
-        held = sibling.rollout.sibling - self.job.first >= self.leaders > 0
-        if held:
-            self.held.append(sibling)
-        return held
-
-    def released(self) -> list[Sibling] | None:
-        """Return the siblings to start when every leader has ended or waits at a barrier, before that None.
-
-        As many as there are leaders may start then, and are leaders of the next ones.
-        """
-        leaders = self.siblings[: self.leaders]
-        if not leaders or any(s.running and s.waiting_since is None for s in leaders):
-            return None
-        self.drafts = tuple(s.said() for s in leaders)
-        held, self.held = self.held, []
-        self.leaders = 0 if 2 * self.leaders >= len(self.gated) else 2 * self.leaders
-        return [s for s in held if s.running]
 
     def cut(self, reason: str) -> None:
         """End all rollouts. Those that had ended keep `rewards` for display, but no `reward`."""

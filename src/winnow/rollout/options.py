@@ -34,13 +34,13 @@ class RolloutOptions:
     """Between turns, keep what was sampled (`exact`) or let the chat template render all turns again (`template`)."""
     max_segments: int | None = None
     """Most segments of a rollout; None: no limit."""
-    leaders: int | None = None
-    """Siblings of a group without drafts that start first, then as many again, and so on. None: drafts are not used."""
+    drafts: bool = False
+    """Whether jobs may have drafts."""
 
 
 def check_drafts(options: Iterable[RolloutOptions], provides: frozenset[str]) -> None:
     """Raise ConfigError where drafts (`speculative`) would save nothing. `provides`: the engine's capabilities."""
-    drafted = [o for o in options if o.leaders is not None]
+    drafted = [o for o in options if o.drafts]
     if drafted and "drafts" not in provides:
         raise ConfigError(
             "speculative: this engine decodes every token; use engine: local with a model of the Llama, Mistral, Qwen2 "

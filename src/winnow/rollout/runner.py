@@ -82,8 +82,7 @@ class RolloutRunner:
     def launch(self, job: Job) -> None:
         """Start the siblings of a job. If the prompt cannot be encoded, all of them fail."""
         visit, options = job.visit, self.options[job.purpose]
-        leaders = 0 if job.drafts or options.leaders is None else options.leaders
-        flight = Flight(job, siblings_of(job, greedy=options.greedy_baseline), [], leaders=leaders)
+        flight = Flight(job, siblings_of(job, greedy=options.greedy_baseline), [])
         if flight.key in self._flights:
             raise ValueError(f"visit {visit.number} is already in flight")
         if job.purpose == "train":
@@ -120,8 +119,6 @@ class RolloutRunner:
         return ids
 
     def _submit(self, flight: Flight, sibling: Sibling) -> None:
-        if flight.hold(sibling):
-            return
         visit, rollout, o = flight.visit, sibling.rollout, self.options[flight.job.purpose]
         stream = STREAMS[flight.job.purpose]
         noise = visit.epoch if flight.job.noise is None else flight.job.noise
@@ -363,10 +360,7 @@ class RolloutRunner:
         return groups
 
     def _settle(self, flight: Flight) -> None:
-        """Start those that wait for leaders, open a barrier that all have reached, close the group when none runs."""
-        while (released := flight.released()) is not None:
-            for sibling in released:
-                self._submit(flight, sibling)
+        """Open a barrier that all have reached; close the group when none runs."""
         while flight.undecided and any(s.running for s in flight.gated):
             k = flight.undecided[0][0]
             if any(s.running and s.waiting_since is None for s in flight.gated):

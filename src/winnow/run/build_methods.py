@@ -82,11 +82,6 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
             f"advantage: {name_of(c.advantage)} needs groups of at least {advantage.smallest_group} rollouts, but they "
             f"may have only {group_size.smallest}; lower its k, or raise num_generations or the sizes of group_size"
         )
-    if c.speculative is not None and c.speculative.leaders >= group_size.smallest:
-        raise ConfigError(
-            f"speculative: leaders: {c.speculative.leaders} has no effect on groups that start with "
-            f"{group_size.smallest} siblings; lower it"
-        )
     filters = _filters(c, options["filter"])
     filter_ = filters[0] if len(filters) == 1 else _all_of(c, filters)
     judge = GroupJudge(success or Success(), filter_.atol, advantage)

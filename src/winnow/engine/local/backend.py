@@ -20,6 +20,11 @@ class Output:
     logits_NV: torch.Tensor
     """Before temperature, in the type of the weights or float32."""
 
+    @classmethod
+    def joined(cls, outputs: list[Output]) -> Output:
+        """Return the rows of all."""
+        return cls(torch.cat([o.hidden_NH for o in outputs]), torch.cat([o.logits_NV for o in outputs]))
+
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:

@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching over a Hugging Face causal LM, in the caller's process.
 
-A step decodes one token of every running row, starts waiting requests in the free slots (siblings share one prefill
-of their prompt), and samples for all of them. Sequences live in the first n slots; whoever ends gives way to the last.
+A step decodes one token of every running sequence, starts waiting requests in the free slots, and samples for all of
+them. Siblings share one prefill of their prompt, and one row of the cache as long as their tokens are the same.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from ..facts import Facts
 from ..loading import ModelReference, resolve_device
 from ..sequences import SequenceEngine, Sequences
 from ..slots import Drawn
-from .backend import Output, Prefilled
+from .backend import Output, Prefilled, Read
 from .cache import Chunk, KVCache, padded, plan
 from .kept import Kept, KeptSequences
 from .llama import LlamaBackend
 from .models import DTYPES, fixed_columns, make_backend
+from .rows import CacheRows
 
 T = TypeVar("T")
 
@@ -77,6 +78,19 @@ class _Prompt:
     prefilled: Prefilled | None = None
     index: int = 0
 
+    def hidden(self) -> torch.Tensor:
+        """Return the hidden state at its last token."""
+        assert self.prefilled is not None
+        return self.prefilled.last.hidden_NH[self.index : self.index + 1]
+
+    def past(self, ids: tuple[int, ...]) -> Kept:
+        """Return its keys and values."""
+        assert self.prefilled is not None
+        keys, values = (
+            [t[self.index, :, : len(ids)] for t in ts] for ts in (self.prefilled.keys, self.prefilled.values)
+        )
+        return Kept(ids, keys, values)
+
 
 class LocalEngine(SequenceEngine):
     """Generates with a Hugging Face causal LM in this process; an `Engine`. Not thread-safe."""
@@ -98,6 +112,7 @@ class LocalEngine(SequenceEngine):
         self._column_size = sum(h * s for shapes in self._backend.kv_shapes[:1] for h, s in shapes) // 2
         if fixed_slots:
             self._cache.reserve(rows, fixed_columns(facts.max_length))
+        self._rows = CacheRows()
         self.sequences = Sequences(facts, tokenizer, rows, self._backend.device)
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
         # With fixed slots nothing may depend on what else runs, so not on what had to make room either.
@@ -188,9 +203,10 @@ class LocalEngine(SequenceEngine):
             raise RuntimeError("the engine's weights were released; call load_weights before the next step")
         started, sequences = time.perf_counter(), self.sequences
         table = sequences.table
+        self._arrange()
         outputs = [self._decode()] if table.n else []
         outputs += self._admit()
-        output = outputs[0] if len(outputs) == 1 else _concatenate(outputs)
+        output = outputs[0] if len(outputs) == 1 else Output.joined(outputs)
         rows = slice(0, table.n)
         alarms = sequences.record(rows, sequences.draw(output.logits_NV, rows))
         drawn_at = time.perf_counter()
@@ -198,127 +214,137 @@ class LocalEngine(SequenceEngine):
         events, ended = sequences.settle(
             np.flatnonzero(alarms).tolist(), lambda some: output.hidden_NH[self._to_device(np.array(some))]
         )
-        for row in ended:
-            self._keep(row)
+        self._keep(ended)
         self._remove(ended)
         table.clock += (time.perf_counter() - drawn_at) / max(table.n, 1)
         return events
 
+    def _arrange(self) -> None:
+        """Give sequences that have just parted rows of their own, and close the holes that others have left."""
+        table = self.sequences.table
+        targets, sources = self._rows.arrange(table.ints[col.TOKEN, : table.n])
+        if len(targets):
+            columns = int(table.ints[col.POSITION, : table.n].max())
+            self._cache.reserve(self._rows.n, columns)
+            self._cache.move(self._to_device(targets), self._to_device(sources), columns)
+
     def _decode(self) -> Output:
-        """Feed the last token of every running row."""
+        """Feed the last token of every running sequence, once for those that have one row together."""
         table = self.sequences.table
         n = table.n
+        first_M = self._rows.firsts()
+        last_2M = table.ints[[[col.TOKEN], [col.POSITION]], first_M]
         if self.options.fixed_slots:
-            rows, chunks = table.slots, [Chunk(0, table.slots, self._cache.columns)]
+            last_2M = np.pad(last_2M, ((0, 0), (0, table.slots - len(first_M))))
+            chunks = [Chunk(0, table.slots, self._cache.columns)]
         else:
-            rows, chunks = n, self._plan()
-        ints = self._to_device(table.ints[[col.TOKEN, col.POSITION], :rows])
+            chunks, order_M = self._plan(last_2M[1] + 1)
+            last_2M = last_2M[:, order_M]
+        ints = self._to_device(last_2M)
         output = self._backend.decode(ints[0], ints[1], self._cache, chunks)
         table.ints[col.POSITION, :n] += 1
-        return Output(output.hidden_NH[:n], output.logits_NV[:n])
+        table.spared[:n] += 1
+        table.spared[first_M] -= 1
+        if np.array_equal(self._rows.of_N, np.arange(n)):
+            return Output(output.hidden_NH[:n], output.logits_NV[:n])
+        of_N = self._to_device(self._rows.of_N)
+        return Output(output.hidden_NH[of_N], output.logits_NV[of_N])
 
-    def _plan(self) -> list[Chunk]:
-        """Attention chunks; sorts the rows by length once padding has cost as much as moving them would."""
-        table = self.sequences.table
-        lengths = table.lengths
-        device = self._backend.device.type
-        chunks = plan(lengths, self._column_size, device)
-        self._waste += padded(chunks) - int(lengths.sum())
-        if self._waste > SORT_COST * int(lengths.sum()):
+    def _plan(self, lengths_M: np.ndarray) -> tuple[list[Chunk], np.ndarray]:
+        """Return attention chunks and the order of rows, by length once padding has cost as much as moving would."""
+        device, order_M = self._backend.device.type, np.arange(len(lengths_M))
+        chunks = plan(lengths_M, self._column_size, device)
+        self._waste += padded(chunks) - int(lengths_M.sum())
+        if self._waste > SORT_COST * int(lengths_M.sum()):
             self._waste = 0
-            order = self._to_device(table.sort())
-            self._cache.move(torch.arange(len(order), device=order.device), order, int(lengths.max()))
-            chunks = plan(table.lengths, self._column_size, device)
-        return chunks
+            order_M = np.argsort(-lengths_M, kind="stable")
+            self._rows.sort(order_M)
+            self._cache.move(self._to_device(np.arange(len(order_M))), self._to_device(order_M), int(lengths_M.max()))
+            chunks = plan(lengths_M[order_M], self._column_size, device)
+        return chunks, order_M
 
     def _admit(self) -> list[Output]:
         """Start waiting requests in free slots; what their first token is drawn from, one entry a prefill."""
-        waiting = self.sequences.waiting
-        free = min(self.options.slots - self.sequences.table.n, len(waiting))
-        if not free:
-            return []
-        requests = list(itertools.islice(waiting.values(), free))
-        kept = {r.id: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
-        self._prefill(dict.fromkeys(r.prompt_ids for r in requests if r.id not in kept))
-        outputs, drafted = self._go_on([r for r in requests if r.id in kept], kept)
+        free = self.options.slots - self.sequences.table.n
+        requests = list(itertools.islice(self.sequences.waiting.values(), free))
+        kept = {r.prompt_ids: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
+        self._prefill({r.prompt_ids: self._prompts[r.prompt_ids] for r in requests}, kept)
         batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
+        drafted: dict[tuple[tuple[int, ...], ...], tuple[_Prompt, list[Request]]] = {}
         for request in requests:
             prompt = self._leave_queue(request)
-            if request.id in kept:
-                continue
             assert prompt.prefilled is not None
             if self._reads_draft(request):
-                drafted.append((request, prompt))
+                drafted.setdefault((request.prompt_ids, request.draft), (prompt, []))[1].append(request)
                 continue
             _, index, members = batches.setdefault(id(prompt.prefilled), (prompt.prefilled, [], []))
             index.append(prompt.index)
             members.append(request)
-        return outputs + [self._insert(*batch) for batch in batches.values()] + self._read(drafted)
+        return [self._insert(*batch) for batch in batches.values()] + self._read(list(drafted.values()))
 
-    def _go_on(
-        self, requests: list[Request], kept: dict[Hashable, Kept]
-    ) -> tuple[list[Output], list[tuple[Request, _Prompt]]]:
-        """Start further turns, of which only what is new goes through the model; return also those with drafts."""
-        tails = {r.id: r.prompt_ids[len(kept[r.id].tokens) :] for r in requests}
-        outputs, drafted = [], []
-        for group in self._together(requests, lambda r: tails[r.id]):
-            extended = self._backend.extend([tails[r.id] for r in group], [kept[r.id] for r in group])
-            plain = [i for i, request in enumerate(group) if not self._reads_draft(request)]
-            if plain:
-                outputs.append(self._insert(extended, plain, [group[i] for i in plain]))
-            rest = [i for i in range(len(group)) if i not in plain]
-            drafted += [(group[i], _Prompt(prefilled=extended, index=i)) for i in rest]
-        return outputs, drafted
+    def _prefill(self, prompts: dict[tuple[int, ...], _Prompt], kept: dict[tuple[int, ...], Kept]) -> None:
+        """Run the prompts among these that have not been; of those with a kept beginning only what is new."""
+        missing = [ids for ids, prompt in prompts.items() if prompt.prefilled is None]
+        tails = {ids: ids[len(kept[ids].tokens) :] for ids in missing if ids in kept}
+        whole = self._together([ids for ids in missing if ids not in kept], lambda ids: ids)
+        runs = [(group, self._backend.prefill(group)) for group in whole]
+        for group in self._together(list(tails), lambda ids: tails[ids]):
+            runs.append((group, self._backend.extend([tails[ids] for ids in group], [kept[ids] for ids in group])))
+        for group, prefilled in runs:
+            for index, ids in enumerate(group):
+                prompts[ids].prefilled, prompts[ids].index = prefilled, index
 
     def _reads_draft(self, request: Request) -> bool:
         """Whether to read a draft. One token is drawn anyway, and a penalty makes tokens depend on those before."""
         return len(request.draft) > 1 and "drafts" in self.provides and request.params.repetition_penalty == 1
 
-    def _read(self, drafted: list[tuple[Request, _Prompt]]) -> list[Output]:
-        """Start requests with a draft, which goes through the model in one pass, but for its last token."""
+    def _read(self, drafted: list[tuple[_Prompt, list[Request]]]) -> list[Output]:
+        """Start requests with a draft, which goes through the model in one pass, but for its last token.
+
+        `drafted`: prompts, and the requests that have one draft after it.
+        """
         outputs, backend = [], self._backend
-        for group in self._together(drafted, lambda d: d[0].draft[:-1]):
+        for group in self._together(drafted, lambda some: some[1][0].draft[:-1]):
             assert isinstance(backend, LlamaBackend)
-            requests, lengths = [r for r, _ in group], [len(r.draft) for r, _ in group]
-            read = backend.read([r.draft[:-1] for r in requests], [_past(r, prompt) for r, prompt in group])
-            hidden: list[torch.Tensor] = []
-            for (_, prompt), tail in zip(group, read.hidden_NH.split([n - 1 for n in lengths]), strict=True):
-                assert prompt.prefilled is not None
-                hidden += [prompt.prefilled.last.hidden_NH[prompt.index : prompt.index + 1], tail]
-            hidden_NH = torch.cat(hidden)
-            rows = self.sequences.start(requests)
-            drawn = self._draw_drafts(backend, rows, lengths, hidden_NH)
-            starts = np.cumsum([0, *lengths[:-1]])
-            accepted = [
-                self.sequences.accept(row, request.draft, drawn.part(start, start + len(request.draft)))
-                for row, request, start in zip(range(rows.start, rows.stop), requests, starts.tolist(), strict=True)
-            ]
-            longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
-            self._cache.reserve(rows.stop, max(longest, read.keys[0].shape[2]))
+            firsts = [requests[0] for _, requests in group]
+            past = [prompt.past(first.prompt_ids) for (prompt, _), first in zip(group, firsts, strict=True)]
+            read = backend.read([first.draft[:-1] for first in firsts], past)
+            lengths = [len(first.draft) for first in firsts]
+            tails = read.hidden_NH.split([n - 1 for n in lengths])
+            pieces = [(prompt.hidden(), tail) for (prompt, _), tail in zip(group, tails, strict=True)]
+            hidden_NH = torch.cat([piece for pair in pieces for piece in pair])
+            numbers = [number for number, (_, some) in enumerate(group) for _ in some]
+            requests = [request for _, some in group for request in some]
+            started = self.sequences.start(requests)
+            rows = range(started.start, started.stop)
+            starts = np.cumsum([0, *lengths[:-1]])[numbers]
+            drawn = self._draw_drafts(backend, rows, starts, hidden_NH)
+            accepted = [self.sequences.accept(row, r.draft, d) for row, r, d in zip(rows, requests, drawn, strict=True)]
             filled = [len(r.prompt_ids) + n for r, n in zip(requests, accepted, strict=True)]
-            self._cache.insert(rows, self._to_device(np.arange(len(group))), read.keys, read.values, filled)
+            self._fill(requests, read, list(zip(numbers, filled, strict=True)))
             next_MH = hidden_NH[self._to_device(starts + accepted)]
             outputs.append(Output(next_MH, backend.logits(next_MH)))
         return outputs
 
-    def _draw_drafts(self, backend: LlamaBackend, rows: slice, lengths: list[int], hidden_NH: torch.Tensor) -> Drawn:
-        """Draw as many first tokens of each row, from the hidden states of all; some logits at a time."""
-        index_N = np.repeat(np.arange(rows.start, rows.stop), lengths)
-        counts_N = np.concatenate([np.arange(n) for n in lengths])
+    def _draw_drafts(
+        self, backend: LlamaBackend, rows: range, starts: np.ndarray, hidden_NH: torch.Tensor
+    ) -> list[Drawn]:
+        """Draw as many first tokens of each row as its draft has, from hidden states that begin at `starts`.
+
+        Some logits at a time, and those of a draft that several rows have once.
+        """
+        lengths = [len(self.sequences.table.requests[row].draft) for row in rows]
+        row_N, count_N = np.repeat(rows, lengths), np.concatenate([np.arange(n) for n in lengths])
+        from_N = np.repeat(starts, lengths) + count_N
+        order_N = np.argsort(from_N, kind="stable")
         size = max(1, DRAFT_LOGITS // self.sequences.facts.vocab_size)
         parts = []
-        for start in range(0, len(index_N), size):
-            some = slice(start, start + size)
-            logits = backend.logits(hidden_NH[some])
-            parts.append(self.sequences.draw(logits, index_N[some], counts_N[some]))
-        return Drawn.joined(parts)
-
-    def _prefill(self, prompts: Iterable[tuple[int, ...]]) -> None:
-        """Run the prompts among these that have not been."""
-        for group in self._together([p for p in prompts if self._prompts[p].prefilled is None], lambda p: p):
-            prefilled = self._backend.prefill(group)
-            for index, prompt in enumerate(group):
-                self._prompts[prompt].prefilled, self._prompts[prompt].index = prefilled, index
+        for some in np.split(order_N, range(size, len(order_N), size)):
+            distinct, of_some = np.unique(from_N[some], return_inverse=True)
+            logits = backend.logits(hidden_NH[self._to_device(distinct)])[self._to_device(of_some)]
+            parts.append(self.sequences.draw(logits, row_N[some], count_N[some]))
+        drawn, stops = Drawn.joined(parts).at(np.argsort(order_N)), np.cumsum(lengths).tolist()
+        return [drawn.at(slice(stop - n, stop)) for n, stop in zip(lengths, stops, strict=True)]
 
     def _together(self, items: list[T], tokens: Callable[[T], tuple[int, ...]]) -> list[list[T]]:
         """Groups of what goes through the model in one pass, where `tokens` gives the new tokens of each."""
@@ -334,44 +360,39 @@ class LocalEngine(SequenceEngine):
         return groups
 
     def _insert(self, prefilled: Prefilled, index: list[int], requests: list[Request]) -> Output:
-        longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
-        rows = self.sequences.start(requests)
-        self._cache.reserve(rows.stop, max(longest, prefilled.keys[0].shape[2]))
-        lengths = [prefilled.lengths[i] for i in index]
-        index_M = self._to_device(np.array(index))
-        self._cache.insert(rows, index_M, prefilled.keys, prefilled.values, lengths)
-        return Output(prefilled.last.hidden_NH[index_M], prefilled.last.logits_NV[index_M])
+        self.sequences.start(requests)
+        self._fill(requests, prefilled, [(i, prefilled.lengths[i]) for i in index])
+        index_N = self._to_device(np.array(index))
+        return Output(prefilled.last.hidden_NH[index_N], prefilled.last.logits_NV[index_N])
 
-    def _keep(self, row: int) -> None:
-        """Keys and values of all but the last token, which has not been through the model; none of older weights."""
-        table = self.sequences.table
-        request, (sampled, _) = table.requests[row], table.sampled(row)
-        if request.keep and self.sequences.unchanged(row):
-            tokens = (*request.prompt_ids, *sampled[:-1].tolist())
-            self._kept.put(request.id, Kept(tokens, *self._cache.copy_of(row, len(tokens))))
+    def _fill(self, requests: list[Request], read: Prefilled | Read, of: list[tuple[int, int]]) -> None:
+        """Give new sequences rows of the cache; `of`: number of each in `read`, and how much of that is its own."""
+        rows, beginnings = self._rows.append(of)
+        longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
+        self._cache.reserve(rows.stop, max(longest, read.keys[0].shape[2]))
+        index, lengths = zip(*beginnings, strict=True)
+        self._cache.insert(rows, self._to_device(np.array(index)), read.keys, read.values, list(lengths))
+
+    def _keep(self, ended: list[int]) -> None:
+        """Keep keys and values of all but the last token, which has not been through the model.
+
+        None of older weights, and those of one cache row once.
+        """
+        table, copies = self.sequences.table, dict[int, Kept]()
+        for row in ended:
+            request, (sampled, _), cached = table.requests[row], table.sampled(row), int(self._rows.of_N[row])
+            if request.keep and self.sequences.unchanged(row):
+                tokens = (*request.prompt_ids, *sampled[:-1].tolist())
+                if cached not in copies:
+                    copies[cached] = Kept(tokens, *self._cache.copy_of(cached, len(tokens)))
+                self._kept.put(request.id, copies[cached])
 
     def _remove(self, rows: list[int]) -> None:
         if not rows:
             return
-        targets, sources = self.sequences.remove(rows)
-        if len(targets):
-            columns = int(self.sequences.table.ints[col.POSITION, targets].max()) + 1
-            with torch.inference_mode():
-                self._cache.move(self._to_device(targets), self._to_device(sources), columns)
+        self._rows.remove(*self.sequences.remove(rows), self.sequences.table.n)
         if not self.pending:  # an idle engine remembers nothing that could change what comes next
             self._waste = 0
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return self.sequences.to_device(array)
-
-
-def _past(request: Request, prompt: _Prompt) -> Kept:
-    """Return keys and values of a request's prompt."""
-    assert prompt.prefilled is not None
-    n, index = len(request.prompt_ids), prompt.index
-    keys, values = ([t[index, :, :n] for t in tensors] for tensors in (prompt.prefilled.keys, prompt.prefilled.values))
-    return Kept(request.prompt_ids, keys, values)
-
-
-def _concatenate(outputs: list[Output]) -> Output:
-    return Output(torch.cat([o.hidden_NH for o in outputs]), torch.cat([o.logits_NV for o in outputs]))

@@ -1,8 +1,8 @@
-"""What leaders save: the same groups with all siblings at once, and with some of them first, as drafts of the others.
+"""What is saved when siblings with the same tokens so far are decoded once: the same groups with that and without.
 
-    python benchmarks/leaders.py MODEL --config recipes/alfworld.yaml --name alfworld --out FILE
+    python benchmarks/sharing.py MODEL --config recipes/alfworld.yaml --name alfworld --out FILE
 
-All prompts are visited for the first time. Ratios are to siblings that start at once, by repeat.
+All prompts are visited for the first time. Ratios are to siblings that are decoded apart, by repeat.
 """
 
 from __future__ import annotations
@@ -19,12 +19,23 @@ import numpy as np
 from harness import in_turn, machine, spreads, write_json
 
 from winnow.config import load_config
+from winnow.engine.local import engine as local
+from winnow.engine.local.rows import CacheRows, T
 from winnow.run.build import build_task
 from winnow.run.standalone import opened
 from winnow.types import Group, Job, Visit
 
-AT_ONCE = "at once"
-SIDES = {AT_ONCE: 0, "leaders: 1": 1, "leaders: 2": 2, "leaders: 4": 4}
+APART, SHARED = "apart", "shared"
+
+
+class Apart(CacheRows):
+    """Gives every sequence a row of its own."""
+
+    def append(self, beginnings: list[T]) -> tuple[slice, list[T]]:
+        rows, _ = super().append(list(range(len(beginnings))))
+        return rows, beginnings
+
+
 Side = Callable[[], tuple[list[Group], float]]
 
 
@@ -42,12 +53,12 @@ def side_of(roll_out: Any, prompts: Any, size: int, taken: list[int]) -> Side:
 
 
 def figures(found: tuple[list[Group], float], base: tuple[list[Group], float]) -> dict[str, float]:
-    """Ratios to siblings that start at once, and the share of rollouts that are the same, token for token."""
+    """Ratios to siblings that are decoded apart, and the share of rollouts that are the same, token for token."""
     rollouts, others = ([r for group in groups for r in group.rollouts] for groups, _ in (found, base))
     sampled, sampled_by_others = (sum(int(r.action_mask.sum()) for r in each) for each in (rollouts, others))
     alike = [np.array_equal(a.token_ids, b.token_ids) for a, b in zip(rollouts, others, strict=True)]
     return {
-        "decoded": (sampled - sum(r.accepted for r in rollouts)) / sampled_by_others,
+        "decoded": (sampled - sum(r.spared for r in rollouts)) / sampled_by_others,
         "seconds": found[1] / base[1],
         "rollouts alike": float(np.mean(alike)),
         "tokens a rollout": sampled / len(rollouts),
@@ -69,19 +80,18 @@ def main() -> None:
     task, taken = build_task(base.env), [-a.prompts, a.prompts]
     with ExitStack() as stack:
         sides = {}
-        for name, leaders in SIDES.items():
-            speculative = [f"speculative={{leaders: {leaders}}}"] if leaders else []
-            c = load_config(a.config, [f"model={a.model}", "gates=[]", *a.overrides, *speculative])
-            _, roll_out, _ = stack.enter_context(opened(c, task))
-            sides[name] = side_of(roll_out, task.train, c.num_generations, taken)
-        rows: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
+        for name, rows_class in ((APART, Apart), (SHARED, CacheRows)):
+            local.CacheRows = rows_class  # type: ignore[misc]
+            _, roll_out, _ = stack.enter_context(opened(base, task))
+            sides[name] = side_of(roll_out, task.train, base.num_generations, taken)
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
         for repeat in range(1 + a.repeats):
             taken[0] += a.prompts
             [found] = in_turn(sides, 1)
             if repeat:  # the first one warms up
-                for name in SIDES:
-                    rows[name].append(figures(found[name], found[AT_ONCE]))
-    said = {"machine": on, "prompts": a.prompts} | {name: spreads(rows[name]) for name in SIDES}
+                for name in sides:
+                    rows[name].append(figures(found[name], found[APART]))
+    said = {"machine": on, "prompts": a.prompts} | {name: spreads(rows[name]) for name in sides}
     print(json.dumps(said, indent=1))
     if a.out:
         before = json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else {}
