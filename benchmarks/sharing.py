@@ -25,7 +25,7 @@ from winnow.run.build import build_task
 from winnow.run.standalone import opened
 from winnow.types import Group, Job, Visit
 
-APART, SHARED = "apart", "shared"
+APART = "apart"
 
 
 class Apart(CacheRows):
@@ -35,6 +35,12 @@ class Apart(CacheRows):
         rows, _ = super().append(list(range(len(beginnings))))
         return rows, beginnings
 
+
+SIDES: dict[str, tuple[type[CacheRows], list[str]]] = {
+    APART: (Apart, []),
+    "shared": (CacheRows, []),
+    "shared, with drafts": (CacheRows, ["speculative={}"]),
+}
 
 Side = Callable[[], tuple[list[Group], float]]
 
@@ -80,9 +86,10 @@ def main() -> None:
     task, taken = build_task(base.env), [-a.prompts, a.prompts]
     with ExitStack() as stack:
         sides = {}
-        for name, rows_class in ((APART, Apart), (SHARED, CacheRows)):
+        for name, (rows_class, more) in SIDES.items():
             local.CacheRows = rows_class  # type: ignore[misc]
-            _, roll_out, _ = stack.enter_context(opened(base, task))
+            c = load_config(a.config, [f"model={a.model}", "gates=[]", *a.overrides, *more])
+            _, roll_out, _ = stack.enter_context(opened(c, task))
             sides[name] = side_of(roll_out, task.train, base.num_generations, taken)
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
         for repeat in range(1 + a.repeats):

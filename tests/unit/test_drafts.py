@@ -12,7 +12,7 @@ import pytest
 from winnow.base.errors import ConfigError
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Reached, Request, SamplingParams
-from winnow.rollout.in_flight import Flight, likeliest, siblings_of
+from winnow.rollout.in_flight import Flight, Sibling, likeliest, siblings_of
 from winnow.rollout.options import RolloutOptions, check_drafts
 from winnow.sampler.codec import job_from, job_state
 from winnow.sampler.drafts import ROLLOUT_BYTES, TURN_BYTES, Drafts, DraftsState
@@ -268,12 +268,36 @@ def test_a_turn_is_guessed(number: int, said: Draft, same_noise: bool, wanted: t
     job = Job(Visit(0, 0, PROMPTS[0]), 4, drafts=DRAFTS, same_noise=(same_noise,) * 4)
     flight = Flight(job, siblings_of(replace(job, size=10), greedy=False), [])
     sibling = flight.siblings[number]
-    for i, tokens in enumerate(said):
-        sibling.append(np.array(tokens), True, np.zeros(len(tokens)), np.zeros(len(tokens), int))
-        sibling.append(np.array([50]), False, np.zeros(1), np.full(1, -1))
-        sibling.rollout.turns.append(Turn("", None, i, i, "eos"))
+    speak(sibling, said)
     assert flight.draft(sibling) == wanted
     assert replace(flight, job=replace(job, drafts=())).draft(sibling) == ()
+
+
+def speak(sibling: Sibling, said: Draft) -> None:
+    """Let it have sampled these turns."""
+    for i, tokens in enumerate(said):
+        n = len(tokens)
+        sibling.sampled(Finished(0, np.array(tokens), np.zeros(n), np.zeros(n, int), "eos", 0.0))
+        sibling.append(np.array([50]), False, np.zeros(1), np.full(1, -1))
+        sibling.rollout.turns.append(Turn("", None, i, i, "eos"))
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ((), (1, 2)),  # a first turn that another one has ended
+        (((1, 2),), (3,)),  # after the same turn
+        (((8,), (3,)), (4,)),  # after the same last turn
+        (((5,), (6,), (5,)), (6,)),  # as it did before itself
+        (((1, 2), (3,), (4,)), ()),  # as far as any
+    ],
+)
+def test_turns_of_siblings_in_flight_are_drafts(said: Draft, wanted: tuple[int, ...]) -> None:
+    job = Job(Visit(0, 0, PROMPTS[0]), 3)
+    flight = Flight(job, siblings_of(job, greedy=False), [])
+    speak(flight.siblings[0], ((1, 2), (3,), (4,)))
+    speak(flight.siblings[1], said)
+    assert flight.draft(flight.siblings[1]) == wanted
 
 
 def test_the_likeliest_draft() -> None:

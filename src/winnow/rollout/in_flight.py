@@ -41,6 +41,8 @@ class Sibling:
     """(token ids, sampled?, log-probs, versions), in order."""
     confidences: list[np.ndarray] = field(default_factory=list)
     raw_logps: list[np.ndarray] = field(default_factory=list)
+    said: list[tuple[int, ...]] = field(default_factory=list)
+    """Tokens of each turn."""
     length: int = 0
     reward: float | None = None
     """Last reward from the environment."""
@@ -64,6 +66,7 @@ class Sibling:
     def sampled(self, turn: Finished) -> None:
         """Add what the engine sampled in a turn."""
         self.append(turn.token_ids, True, turn.logp, turn.versions)
+        self.said.append(tuple(turn.token_ids.tolist()))
         if turn.raw_logp is not None:
             self.raw_logps.append(turn.raw_logp)
         self.rollout.seconds += turn.seconds
@@ -75,10 +78,6 @@ class Sibling:
             self.rollout.later.pop()
         while self.length > length:
             self.length -= len(self.pieces.pop()[0])
-
-    def said(self) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each turn."""
-        return tuple(tuple(ids.tolist()) for ids, sampled, *_ in self.pieces if sampled)
 
     def sampled_logp(self) -> float:
         """Return the log-probability of all tokens sampled in finished turns."""
@@ -228,15 +227,15 @@ class Flight:
     def draft(self, sibling: Sibling) -> tuple[int, ...]:
         """Return a guess of a sibling's next turn: its own draft if the noise is the same, else the likeliest one.
 
-        That is one of those that followed the same turns, or at least the same last turn.
+        That is one of those that followed the same turns, or at least the same last turn, in a draft or in this group.
         """
         drafts, number, turn = self.job.drafts, sibling.rollout.sibling, len(sibling.rollout.turns)
         own = drafts[number : number + 1] if any(self.job.same_noise[number : number + 1]) else ()
         if own and turn < len(own[0]):
             return own[0][turn]
-        said = sibling.said() if drafts else ()
-        alike = [draft[turn] for draft in drafts if draft[:turn] == said and turn < len(draft)]
-        after = [b for draft in drafts for a, b in pairwise(draft) if a == said[-1]] if said and not alike else []
+        said, turns = tuple(sibling.said), [*drafts, *(tuple(s.said) for s in self.siblings)]
+        alike = [draft[turn] for draft in turns if draft[:turn] == said and turn < len(draft)]
+        after = [b for draft in turns for a, b in pairwise(draft) if a == said[-1]] if said and not alike else []
         return likeliest(alike or after)
 
     def cut(self, reason: str) -> None:

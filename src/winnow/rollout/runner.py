@@ -142,7 +142,7 @@ class RolloutRunner:
             confidence="confidence" in report,
             raw_logp="raw_logp" in report,
             last_hidden="last_hidden" in report,
-            draft=flight.draft(sibling)[:turn],
+            draft=flight.draft(sibling)[:turn] if o.drafts else (),
         )
         try:
             self.engine.submit([request])
