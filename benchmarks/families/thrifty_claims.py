@@ -48,7 +48,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dapo-small": (*FIXED, *SMALL),
     "dapo-small-drafts-twice": (*SMALL, *DRAFTS, *TWICE, *CLIP),
     "dapo-fixed-drafts": (*FIXED, *DRAFTS),
-    "dapo-fixed-shared": FIXED,
+    "dapo-fixed-shared": FIXED,  # never run: see SHARED
     "dapo-fixed-linear": (*FIXED, *LINEAR),
     "dapo-fixed-linear-half": (*FIXED, *LINEAR),
     "greso": GRESO,
@@ -147,8 +147,9 @@ TASKS = {
         3,
     ),
 }
-BASE = "dapo-fixed"
+BASE, SHARED = "dapo-fixed", "dapo-fixed-shared"
 BASES = (BASE, "dapo-fixed-linear", "dapo")
+"""All their tokens count, as in an engine that decodes each of them; for `SHARED`, the same runs, those of ours."""
 COMPARED = (
     *("thrifty", "thrifty-drafts", "thrifty-drafts-twice", "thrifty-drafts-twice-linear"),
     *("thrifty-drafts-twice-linear-short", "thrifty-drafts-twice-long", "dapo", "dapo-fixed-linear", "all"),
@@ -167,9 +168,12 @@ def name_of(arm: str, rate: float, task: str = "countdown") -> str:
     return f"{arm}-lr{rate}" if task == "countdown" else f"{task}-{arm}-lr{rate}"
 
 
-def summary(run: Run) -> Summary:
+def summary(run: Run, every: bool) -> Summary:
+    """`every`: count every token as decoded."""
     passed = [p.passed for p in run.data.curve]
-    accepted = {0: 0.0} | {int(row["step"]): row.get("num_accepted_tokens", 0.0) for row in run.rows}
+    accepted = {0: 0.0} | {
+        int(r["step"]): 0.0 if every else r["num_tokens"] - r["num_decoded_tokens"] for r in run.rows
+    }
     judged = [(row["groups/judged"], row["frac_reward_zero_std"]) for row in run.rows if "frac_reward_zero_std" in row]
     groups, equal = sum(n for n, _ in judged), sum(n * share for n, share in judged)
     return {
@@ -187,7 +191,10 @@ def summary(run: Run) -> Summary:
 
 
 def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
-    new = {arm: [summary(run) for run in found] for arm, found in runs.items()}
+    every = {name_of(arm, rate, task): arm for arm in BASES for rate in RATES for task in TASKS}
+    new = {arm: [summary(run, arm in every) for run in found] for arm, found in runs.items()}
+    twins = {arm: arm.replace(BASE, SHARED) for arm in runs if every.get(arm) == BASE}
+    new |= {twin: [summary(run, False) for run in runs[arm]] for arm, twin in twins.items()}
     return said | {"runs": t.merged(said.get("runs", {}), new, list(FAMILY.by_name()))}
 
 
@@ -320,7 +327,7 @@ def against(runs: Figures, arms: Sequence[str], tasks: Sequence[str]) -> str:
     """Arms and the bases that they are paired with, by seed; ratios and differences to the base."""
     rows = []
     for task in tasks:
-        for base in BASES:
+        for base in (*BASES, SHARED):
             pairs = Task(task, runs, base)
             columns = pairs.paired_columns()
             for arm in arms if pairs.base else ():
