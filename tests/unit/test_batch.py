@@ -75,7 +75,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int],
     assert sum(len(b.input_ids_BT) for b in batches) == len(lengths)
     assert sum(int(b.mask_BT.sum()) for b in batches) == sum(lengths)
     for part in packed(rows, Budget(budget)):
-        assert Extent.of(part).computed(Budget(budget)) <= budget or len(part) == 1
+        assert Extent.of(part, Budget(budget)).computed <= budget or len(part) == 1
 
 
 def rows_with_prompts(groups: int, prompt: int, lengths: list[int]) -> list[Row]:
@@ -85,6 +85,7 @@ def rows_with_prompts(groups: int, prompt: int, lengths: list[int]) -> list[Row]
         group = make_group(g, [float(i % 2) for i in range(len(lengths))], lengths)
         for rollout in group.rollouts:
             rollout.prompt_ids = (g,) * prompt
+            rollout.token_ids = rollout.token_ids + 100 * rollout.sibling  # all begin differently
         rows += rows_of([group], ADVANTAGES["grpo"](), "dapo", max_completion_length=64)
     return rows
 
@@ -92,16 +93,16 @@ def rows_with_prompts(groups: int, prompt: int, lengths: list[int]) -> list[Row]
 class TestPacked:
     def test_siblings_stay_together_where_prompts_are_most_of_the_tokens(self) -> None:
         rows = rows_with_prompts(8, 50, [9, 10, 9, 12, 11, 10, 9, 8])
-        budget = Budget(2 * (50 + 8 * 12), pass_tokens=64)
+        budget = Budget(2 * (50 + 8 * 12), pass_tokens=64, pairs=1e9)
         parts = packed(rows, budget)
         assert [len({row.rollout.prompt_ids for row in part}) for part in parts] == [2] * 4
-        assert all(Extent.of(part).computed(budget) <= budget.tokens for part in parts)
-        apart = packed(rows, replace(budget, share=False))
+        assert all(Extent.of(part, budget).computed <= budget.tokens for part in parts)
+        apart = packed(rows, replace(budget, pairs=0))
         assert len(apart) == 8 * 8 // (budget.tokens // 62), "as many as before, where each row has its prompt"
 
     def test_rows_of_one_length_stay_together_where_completions_are(self) -> None:
         rows = rows_with_prompts(8, 4, [3, 60, 3, 60])
-        parts = packed(rows, Budget(16 * 64, pass_tokens=64))
+        parts = packed(rows, Budget(16 * 64, pass_tokens=64, pairs=1000))
         assert [{len(row.rollout.token_ids) for row in part} for part in parts] == [{60}, {3}]
 
     def test_a_large_model_shares_and_pads_by_smaller_savings(self) -> None:

@@ -78,18 +78,17 @@ def test_an_update_holds_what_is_predicted(
 
 
 def test_an_update_with_shared_prompts_holds_no_more_than_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their keys and values are kept in every row, which counts as tokens of the micro-batch."""
     monkeypatch.setattr(recompute, "WORTH", 0)
     monkeypatch.setattr(budget, "WORTH", 0)
     monkeypatch.setattr(batch, "PASS_TOKENS_CUDA", 256)
     c = config(tokens_per_microbatch=2048, dtype="bfloat16")
-    rows = rows_of(4096, prompt_tokens=112, siblings=16)
+    rows = rows_of(16_384, prompt_tokens=112, siblings=16)
     with PretendCuda() as gpu:
         given = qwen3(num_hidden_layers=8)
         predicted = Budget(c, Shapes.of(given, c), 80 * GIB, sampler=False).phases()["update"]
         options = LearnerOptions(tokens_per_microbatch=2048, compute_dtype=torch.bfloat16)
         learner = LocalLearner(given.to("cuda"), TokenDistribution(VOCAB), options)
-        assert all(part.shared is not None for part in batch.micro_batches(rows, learner._budget, pad_id=0))
+        assert all(part.trees is not None for part in batch.micro_batches(rows, learner._budget, pad_id=0))
         for _ in range(2):
             gc.collect()
             gpu.reset_peak()

@@ -1,4 +1,4 @@
-"""From micro-batches to log-probabilities: shared prompts, unusual heads, padded vocabularies."""
+"""From micro-batches to log-probabilities: beginnings computed once, unusual heads, padded vocabularies."""
 
 from __future__ import annotations
 
@@ -31,25 +31,31 @@ from .learner_models import (
     random_rows,
 )
 
-# ---------------------------------------------------------------- shared prompts
+# ---------------------------------------------------------------- beginnings that rows share
+
+ALL = 1e9
+"""Pairs with which rows always share."""
 
 
 def siblings(groups: int, size: int) -> list[Row]:
-    """Rows of `random_rows`, `size` of them with the same prompt each."""
+    """Rows of `random_rows`, `size` of them with the same prompt each; most of these begin alike."""
     rows = random_rows(n=groups * size)
     for i, row in enumerate(rows):
-        row.rollout.prompt_ids = rows[i // size * size].rollout.prompt_ids
+        first, r = rows[i // size * size].rollout, row.rollout
+        r.prompt_ids = first.prompt_ids
+        same = min(i % size, len(r.token_ids), len(first.token_ids))
+        r.token_ids[:same] = first.token_ids[:same]
     return rows
 
 
 @pytest.mark.parametrize("tokens", [40, 10_000])
 @pytest.mark.parametrize("loss", [LossConfig(policy_loss="plain"), LossConfig(beta=0.1, entropy_coef=0.05)])
-def test_prompts_computed_once_give_the_same_gradient(tokens: int, loss: LossConfig) -> None:
-    rows = siblings(4, 3)
+def test_what_rows_share_computed_once_gives_the_same_gradient(tokens: int, loss: LossConfig) -> None:
+    rows = siblings(4, 5)
     apart = micro_batches(rows, Budget(tokens), pad_id=0)
-    assert all(b.shared is None for b in apart)
-    together = micro_batches(rows, Budget(tokens, pass_tokens=-100), pad_id=0)
-    assert all(b.shared is not None for b in together)
+    assert all(b.trees is None for b in apart)
+    together = micro_batches(rows, Budget(tokens, pairs=ALL), pad_id=0)
+    assert any(b.trees is not None for b in together)
     for make in (llama, gpt2):
         expected, stats = gradients(make().double(), apart, loss, reference=make().double())
         found, found_stats = gradients(make().double(), together, loss, reference=make().double())
@@ -57,34 +63,24 @@ def test_prompts_computed_once_give_the_same_gradient(tokens: int, loss: LossCon
         assert found_stats.sums == pytest.approx(stats.sums)
 
 
-def test_prompts_are_shared_where_it_pays() -> None:
-    rows = siblings(2, 8)
-    assert collate(rows, pad_id=0).shared is None
-    for row in rows:
-        row.rollout.prompt_ids = (row.rollout.prompt_ids * 60)[:60]
-    shared = collate(rows, pad_id=0).shared
-    assert shared is not None
-    assert shared.first_U.tolist() == [0, 8]
-    assert shared.prompt_B.tolist() == [0] * 8 + [1] * 8
-
-
-def test_completions_of_one_token_need_no_second_pass() -> None:
+def test_completions_of_one_token_are_predicted_by_the_prompt() -> None:
     rows = siblings(2, 3)
     for row in rows:
         r = row.rollout
         r.token_ids, r.action_mask, r.sampler_logp = r.token_ids[:1], r.action_mask[:1], r.sampler_logp[:1]
     expected, _ = gradients(llama().double(), [collate(rows, pad_id=0)], LossConfig())
-    batch = collate(rows, pad_id=0, budget=Budget(pass_tokens=-100))
-    assert batch.shared is not None
+    batch = collate(rows, pad_id=0, budget=Budget(pairs=ALL))
+    assert batch.trees is not None
+    assert len(batch.trees.input_ids_US) == 2
     assert_equal(gradients(llama().double(), [batch], LossConfig())[0], expected, tolerance=1e-6)
 
 
-def test_windows_and_checkpointing_keep_prompts_apart() -> None:
-    assert learner_of(llama())._share_prompts
-    assert learner_of(gpt2())._share_prompts
-    assert not learner_of(gemma2())._share_prompts
+def test_windows_keep_rows_apart() -> None:
+    assert learner_of(llama())._share
+    assert learner_of(gpt2())._share
+    assert not learner_of(gemma2())._share
     options = LearnerOptions(gradient_checkpointing=True)
-    assert not LocalLearner(llama(), TokenDistribution(VOCABULARY), options)._share_prompts
+    assert LocalLearner(llama(), TokenDistribution(VOCABULARY), options)._share
 
 
 # ---------------------------------------------------------------- model classes

@@ -170,7 +170,9 @@ def test_a_large_vocabulary_is_taken_in_pieces(at_once: int, tied: bool, monkeyp
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", at_once * VOCABULARY)
     learner = learner_of(llama(tie_word_embeddings=tied, vocab_size=VOCABULARY + 5).double())
     rows = pooled_rows(2)
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000), pad_id=0), PLAIN), 1e-6)
+    assert_same(
+        learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000, pairs=1e9), pad_id=0), PLAIN), 1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,8 +212,8 @@ def test_rows_with_the_same_long_prompt_are_kept_apart(monkeypatch: pytest.Monke
     monkeypatch.setattr(optimal_baseline_update, "ALONE_TOKENS", 1_000)
     learner = learner_of(llama().double())
     rows = with_long_prompts(pooled_rows(4))
-    (batch,) = micro_batches(rows, Budget(10_000), pad_id=0)
-    assert batch.shared is not None
+    (batch,) = micro_batches(rows, Budget(10_000, pairs=1e9), pad_id=0)
+    assert batch.trees is not None
     assert_same(learner, rows, PLAIN, update(learner, [batch], PLAIN), 1e-5)
 
 
@@ -219,14 +221,16 @@ def test_long_prompts_over_a_budget_and_completions_of_one_token(monkeypatch: py
     monkeypatch.setattr(optimal_baseline_update, "ALONE_TOKENS", 1_000)
     learner = learner_of(llama(tie_word_embeddings=True).double())
     rows = with_long_prompts(pooled_rows(6))
-    batches = micro_batches(rows, Budget(1_500), pad_id=0)
+    batches = micro_batches(rows, Budget(1_500, pairs=1e9), pad_id=0)
     assert len(batches) > 1
     assert_same(learner, rows, PLAIN, update(learner, batches, PLAIN), 1e-6)
     learner.model.zero_grad()
     for row in rows:
         r = row.rollout
         r.token_ids, r.action_mask, r.sampler_logp = r.token_ids[:1], np.ones(1, bool), r.sampler_logp[:1]
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000), pad_id=0), PLAIN), 1e-6)
+    assert_same(
+        learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000, pairs=1e9), pad_id=0), PLAIN), 1e-6
+    )
 
 
 def test_one_precision_is_enough() -> None:
@@ -284,7 +288,9 @@ def test_blocks_of_long_rows_go_one_row_at_a_time(tokens: int, alone: int, monke
     original = RowByRow.of_rollout
     monkeypatch.setattr(RowByRow, "of_rollout", lambda *args: seen.append(1) or original(*args))
     rows = pooled_rows(9)
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000), pad_id=0), PLAIN), 1e-6)
+    assert_same(
+        learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000, pairs=1e9), pad_id=0), PLAIN), 1e-6
+    )
     assert len(seen) == alone
 
 

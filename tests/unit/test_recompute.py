@@ -59,8 +59,8 @@ def gradients(model: Any, dtype: torch.dtype, *, again: bool, share: bool = Fals
     assert learner._recomputing is not None
     if not again:
         learner._recomputing = None
-    batch = collate(siblings(), 0, budget=Budget(pass_tokens=1)) if share else collate(random_rows(), 0)
-    assert (batch.shared is not None) == share
+    batch = collate(siblings(), 0, budget=Budget(pairs=1e9)) if share else collate(random_rows(), 0)
+    assert (batch.trees is not None) == share
     learner.forward_backward(batch, LossConfig(policy_loss="plain"), Stats())
     return [p.grad for p in model.parameters() if p.grad is not None]
 

@@ -15,34 +15,16 @@ import torch
 
 from ..methods.advantage.in_update import Weighing
 from .rows import Pool, Row, rollouts_of
+from .trees import Forest, PrefixTrees, plant
 
 PASS_TOKENS = 512
 PASS_TOKENS_CUDA = 2048
 """Upper bound on the tokens that cost as much as the overhead of one more forward and backward pass."""
-COLUMN_CUDA = 0.3
-"""Memory of a column in each row with a shared prompt, in computed tokens: keys and values are copied for the row, and
-once more for every head. Counted in bfloat16: 0.1 (Qwen2.5-0.5B) to 0.28 (sizes of Qwen3-0.6B)."""
+PAIRS = 7.0
+"""Pairs of tokens for which attention costs as much as all else for one token, per cube root of the parameters: 6 to 14
+by operations, for usual shapes."""
 BLOCK = 0.75
 """Share of the token budget for rows whose activations are partly kept until their common baselines are known."""
-
-
-@dataclass(frozen=True)
-class SharedPrompts:
-    """Prompts that rows of a micro-batch share, so that each of U prompts is computed only once."""
-
-    first_U: torch.Tensor
-    """Index of a row with the prompt."""
-    prompt_B: torch.Tensor
-    """Prompt index of the row."""
-    length_B: torch.Tensor
-    """Prompt tokens of the row."""
-    longest_prompt: int
-    longest_completion: int
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of all prompts, padded."""
-        return len(self.first_U) * self.longest_prompt
 
 
 @dataclass(frozen=True)
@@ -73,8 +55,8 @@ class MicroBatch:
     advantages_B: torch.Tensor
     """float64, like `row_weight_B`: the learner rounds both to its compute dtype."""
     row_weight_B: torch.Tensor
-    shared: SharedPrompts | None = None
-    """Set when computing prompts once saves more than the extra pass costs."""
+    trees: PrefixTrees | None = None
+    """Set when rows that begin alike are computed together."""
     old_logp_BT: torch.Tensor | None = None
     """Policy before this batch's first update; the learner sets it on the first pass if a correction is active."""
     pools: Pools | None = None
@@ -90,20 +72,19 @@ class Budget:
     tokens: int = sys.maxsize
     """Computed tokens, padding included; a longer row is a micro-batch by itself."""
     pass_tokens: int = PASS_TOKENS
-    """Tokens that cost as much as one more pass: the limit on padding and on prompts computed twice."""
-    share: bool = True
-    """Whether a prompt can be computed once for all of its rows."""
-    column: float = 0.0
-    """Tokens that a column of a row with a shared prompt counts in addition."""
+    """Tokens that cost as much as one more pass: the limit on padding."""
+    pairs: float = 0.0
+    """As in `Forest`; 0: nothing is shared."""
 
     @staticmethod
     def for_model(tokens: int, parameters: int, *, share: bool, device: str = "cpu") -> Budget:
         """Return the budget for a model size. On CPUs one more pass costs as much as 512 tokens at 0.6 million
         parameters and 64 at 135 million, measured. On a GPU it costs thousands of launches: tens of milliseconds for
-        any model. There the budget is also a limit on memory, so that columns count."""
+        any model."""
+        pairs = PAIRS * max(parameters, 1) ** (1 / 3) if share else 0.0
         if device == "cuda":
-            return Budget(tokens, PASS_TOKENS_CUDA, share, COLUMN_CUDA)
-        return Budget(tokens, min(PASS_TOKENS, max(64, 300_000_000 // max(parameters, 1))), share)
+            return Budget(tokens, PASS_TOKENS_CUDA, pairs)
+        return Budget(tokens, min(PASS_TOKENS, max(64, 300_000_000 // max(parameters, 1))), pairs)
 
 
 NO_LIMIT = Budget()
@@ -157,12 +138,14 @@ def _blocks(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
 def packed(rows: Sequence[Row], budget: Budget) -> list[list[Row]]:
     """Return the rows of each micro-batch of `micro_batches`, ignoring pools."""
     by_length = sorted(rollouts_of(rows), key=lambda of_one: max(row.length for row in of_one), reverse=True)
-    if not budget.share:
+    if not budget.pairs:
         return _cut(by_length, budget)
     longest: dict[tuple[int, ...], int] = {}
     for of_one in by_length:
         longest.setdefault(of_one[0].rollout.prompt_ids, max(row.length for row in of_one))
-    siblings = sorted(by_length, key=lambda of_one: (-longest[_prompt(of_one)], _prompt(of_one)))
+    siblings = sorted(
+        by_length, key=lambda of_one: (-longest[_prompt(of_one)], _prompt(of_one), of_one[0].inputs.tolist())
+    )
     return min((_cut(order, budget) for order in (by_length, siblings)), key=lambda parts: _cost(parts, budget))
 
 
@@ -173,12 +156,12 @@ def _prompt(of_one: Sequence[Row]) -> tuple[int, ...]:
 def _cut(rollouts: Sequence[Sequence[Row]], budget: Budget) -> list[list[Row]]:
     """Split rollouts in this order into parts, each as large as the budget allows."""
     parts: list[list[Row]] = []
-    extent = Extent()
+    extent = Extent.of([], budget)
     for of_one in rollouts:
         grown = extent.with_rows(of_one)
-        if not parts or grown.held(budget) > budget.tokens or grown.padding(budget) > budget.pass_tokens:
+        if not parts or grown.computed > budget.tokens or grown.padding > budget.pass_tokens:
             parts.append([])
-            grown = Extent.of(of_one)
+            grown = Extent.of(of_one, budget)
         parts[-1] += of_one
         extent = grown
     return parts
@@ -186,70 +169,47 @@ def _cut(rollouts: Sequence[Sequence[Row]], budget: Budget) -> list[list[Row]]:
 
 def _cost(parts: Sequence[Sequence[Row]], budget: Budget) -> int:
     """Return the cost of computing these micro-batches, in tokens."""
-    return sum(Extent.of(part).computed(budget) + budget.pass_tokens for part in parts)
+    return sum(Extent.of(part, budget).computed + budget.pass_tokens for part in parts)
 
 
 @dataclass(frozen=True)
 class Extent:
     """Tokens that a micro-batch of some rows would compute."""
 
+    forest: Forest
     rows: int = 0
     longest: int = 0
-    prompts: frozenset[tuple[int, ...]] = frozenset()
-    longest_prompt: int = 0
-    longest_completion: int = 0
     tokens: int = 0
     """Tokens of the rows, prompts included."""
-    shared_tokens: int = 0
-    """Tokens of the rows' completions, plus each prompt once."""
 
     @staticmethod
-    def of(rows: Sequence[Row]) -> Extent:
-        return Extent().with_rows(rows)
+    def of(rows: Sequence[Row], budget: Budget) -> Extent:
+        return Extent(Forest(budget.pairs)).with_rows(rows)
 
     def with_rows(self, rows: Sequence[Row]) -> Extent:
-        extent = self
-        for row in rows:
-            extent = extent.with_row(row)
-        return extent
-
-    def with_row(self, row: Row) -> Extent:
-        prompt, completion = row.rollout.prompt_ids, len(row.rollout.token_ids)
-        new = prompt not in self.prompts
-        return Extent(
-            self.rows + 1,
-            max(self.longest, row.length),
-            self.prompts | {prompt} if new else self.prompts,
-            max(self.longest_prompt, len(prompt)),
-            max(self.longest_completion, completion),
-            self.tokens + row.length,
-            self.shared_tokens + completion + new * len(prompt),
-        )
-
-    def shares(self, budget: Budget) -> bool:
-        """Return whether to compute each prompt once, which takes one more pass."""
-        return budget.share and self._apart - self._together > budget.pass_tokens
-
-    def computed(self, budget: Budget) -> int:
-        """Return the number of computed tokens, padding included."""
-        return self._together if self.shares(budget) else self._apart
-
-    def held(self, budget: Budget) -> float:
-        """Return the memory for the backward pass, in tokens."""
-        if not self.shares(budget):
-            return self._apart
-        return self._together + budget.column * self.rows * (self.longest_prompt + self.longest_completion)
-
-    def padding(self, budget: Budget) -> int:
-        return self.computed(budget) - (self.shared_tokens if self.shares(budget) else self.tokens)
+        forest = self.forest.copy()
+        for row in rows if forest.pairs else ():
+            forest.add(row)
+        longest = max([self.longest, *(row.length for row in rows)])
+        return Extent(forest, self.rows + len(rows), longest, self.tokens + sum(row.length for row in rows))
 
     @property
-    def _apart(self) -> int:
-        return self.rows * self.longest
+    def shares(self) -> bool:
+        """Return whether trees are fewer tokens."""
+        return bool(self.forest.sizes) and self._together < self.rows * self.longest
+
+    @property
+    def computed(self) -> int:
+        """Return the number of computed tokens, padding included."""
+        return self._together if self.shares else self.rows * self.longest
+
+    @property
+    def padding(self) -> int:
+        return self.computed - (sum(self.forest.sizes) if self.shares else self.tokens)
 
     @property
     def _together(self) -> int:
-        return len(self.prompts) * self.longest_prompt + self.rows * self.longest_completion
+        return len(self.forest.sizes) * max(self.forest.sizes)
 
 
 def collate(
@@ -273,7 +233,7 @@ def collate(
         advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float64, device=device),
         row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float64, device=device),
         rollout_B=_rollout_numbers(rows, device),
-        shared=share_prompts(rows, device) if Extent.of(rows).shares(budget) else None,
+        trees=plant(rows, budget.pairs, device) if Extent.of(rows, budget).shares else None,
     )
 
 
@@ -283,17 +243,3 @@ def _rollout_numbers(rows: Sequence[Row], device: torch.device | str) -> torch.T
     if len(rollouts) == len(rows):
         return None
     return torch.tensor([n for n, of_one in enumerate(rollouts) for _ in of_one], device=device)
-
-
-def share_prompts(rows: Sequence[Row], device: torch.device | str = "cpu") -> SharedPrompts:
-    first: dict[tuple[int, ...], int] = {}
-    for b, row in enumerate(rows):
-        first.setdefault(row.rollout.prompt_ids, b)
-    number = {prompt: u for u, prompt in enumerate(first)}
-    return SharedPrompts(
-        first_U=torch.tensor(list(first.values()), device=device),
-        prompt_B=torch.tensor([number[row.rollout.prompt_ids] for row in rows], device=device),
-        length_B=torch.tensor([len(row.rollout.prompt_ids) for row in rows], device=device),
-        longest_prompt=max(map(len, first)),
-        longest_completion=max(len(row.rollout.token_ids) for row in rows),
-    )

@@ -42,6 +42,13 @@ class Row:
     def length(self) -> int:
         return len(self.rollout.prompt_ids) + len(self.rollout.token_ids)
 
+    @property
+    def inputs(self) -> np.ndarray:
+        """Return the tokens that predict actions: all before the last action, at least one."""
+        actions = np.flatnonzero(self.rollout.action_mask)
+        before = self.rollout.token_ids[: actions[-1]] if len(actions) else self.rollout.token_ids[:0]
+        return np.concatenate([np.array(self.rollout.prompt_ids, dtype=np.int64), before])
+
 
 def rows_of(
     groups: Sequence[Group],

@@ -93,7 +93,6 @@ class ShardedLearner(LocalLearner):
         self._kept: dict[nn.Parameter, torch.Tensor] = {}
         """Whole gradients of this rank's rows, when baselines depend on gradients."""
         super().__init__(model, distribution, options, reference)
-        self._share_prompts = False  # one more pass; ranks would have to agree on it each time
 
     @property
     def device(self) -> torch.device:

@@ -26,7 +26,7 @@ from ..base import Sizes, Stats
 from ..batch import Budget, MicroBatch, collate, micro_batches, packed
 from ..rows import Row
 from .eval_mode import WideAttention, checkpoint_layers, train_adapter_dropout
-from .forward import Body, can_share_prompts, head_is_linear, predictions
+from .forward import Body, can_share, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
 from .merged import MergedWeights
@@ -96,7 +96,7 @@ class LocalLearner:
             checkpoint_layers(self._causal_lm)
         parameters = sum(p.numel() for p in model.parameters())
         self._budget = Budget.for_model(
-            options.tokens_per_microbatch, parameters, share=self._share_prompts, device=self.device.type
+            options.tokens_per_microbatch, parameters, share=self._share, device=self.device.type
         )
         train_adapter_dropout(model)
         self._place()
@@ -118,10 +118,8 @@ class LocalLearner:
     def _try_out(self) -> None:
         tried, n_tokens = for_trials(self._causal_lm, self.distribution.n_tokens, self.device)
         self._own_head = head_is_linear(tried, n_tokens)
-        self._share_prompts, self._recomputing = False, None
-        if not self.options.gradient_checkpointing:
-            self._share_prompts = can_share_prompts(tried, self._body(tried), n_tokens)
-            self._recomputing = recomputing(self._causal_lm)
+        self._share = can_share(tried, self._body(tried), n_tokens)
+        self._recomputing = None if self.options.gradient_checkpointing else recomputing(self._causal_lm)
 
     def _place(self) -> None:
         """Hook for sharding weights over ranks; called once, before the optimizer is made."""
@@ -297,7 +295,7 @@ class LocalLearner:
         model = model or self._causal_lm
         mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
         with self._autocast():
-            states_NH = predictions(self._body(model), batch, share=self._share_prompts)
+            states_NH = predictions(self._body(model), batch, share=self._share)
             head = model.get_output_embeddings() if self._own_head else torch.nn.Identity()
             context = self.distribution.context(batch.input_ids_BT, batch.mask_BT)
             logp_N, entropy_N, squares_N = token_logp(

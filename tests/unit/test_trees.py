@@ -1,0 +1,106 @@
+"""Prefix trees: what each node attends to is the beginning of its rows, and no beginning is there twice."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from winnow.learner.batch import Budget, Extent, packed
+from winnow.learner.rows import Row
+from winnow.learner.trees import GRAIN, Forest, plant
+from winnow.types import Rollout
+
+
+def row(prompt: tuple[int, ...], tokens: list[int], actions: list[bool] | None = None) -> Row:
+    """A row; all its tokens are actions unless said otherwise."""
+    n, mask = len(tokens), np.ones(len(tokens), bool) if actions is None else np.array(actions, bool)
+    rollout = Rollout(0, prompt, np.array(tokens, np.int64), mask, np.zeros(n, np.float32), np.zeros(n, np.int32))
+    return Row(rollout, 1.0, 1.0)
+
+
+rows_strategy = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.tuples(st.integers(0, 1), st.booleans()), min_size=1, max_size=12)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(drawn=rows_strategy, pairs=st.sampled_from([1.0, 8.0, math.inf]), ordered=st.booleans())
+def test_a_node_attends_to_the_beginning_of_its_rows(
+    drawn: list[tuple[int, list[tuple[int, bool]]]], pairs: float, ordered: bool
+) -> None:
+    prompts = [(7,), (8, 9), (7, 7, 7)]
+    rows = [row(prompts[p], [t for t, _ in said], [a for _, a in said]) for p, said in drawn]
+    if ordered:
+        rows.sort(key=lambda r: (r.rollout.prompt_ids, r.inputs.tolist()))
+    trees = plant(rows, pairs)
+    U, S = trees.input_ids_US.shape
+    assert S % GRAIN == 0
+    ids, seen = trees.input_ids_US.flatten(), trees.seen()
+    for b, one in enumerate(rows):
+        inputs = one.inputs
+        assert inputs.tolist() == [*one.rollout.prompt_ids, *one.rollout.token_ids.tolist()][: len(inputs)]
+        assert (trees.node_BT[b, len(inputs) :] == 0).all()
+        path = trees.node_BT[b, : len(inputs)]
+        assert ids[path].tolist() == inputs.tolist()
+        assert trees.position_ids_US.flatten()[path].tolist() == list(range(len(inputs)))
+        for k, node in enumerate(path.tolist()):
+            u, at = divmod(node, S)
+            assert (seen[u, at].nonzero().flatten() + u * S).tolist() == path[: k + 1].tolist()
+    assert seen.any(dim=2).all(), "padding attends to something"
+    forest = Forest(pairs)
+    for one in rows:
+        forest.add(one)
+    assert len(forest.sizes) == U
+    if ordered and pairs == math.inf:
+        beginnings = {(r.rollout.prompt_ids, *r.inputs[:n].tolist()) for r in rows for n in range(1, len(r.inputs) + 1)}
+        assert sum(forest.sizes) == len(beginnings)
+
+
+def test_a_row_predicts_its_last_action_from_the_token_before() -> None:
+    assert row((1, 2), [3, 4, 5]).inputs.tolist() == [1, 2, 3, 4]
+    assert row((1, 2), [3, 4, 5], [True, False, False]).inputs.tolist() == [1, 2]
+    assert row((1, 2), [3, 4], [False, False]).inputs.tolist() == [1, 2]
+
+
+def test_rows_share_only_as_much_as_attention_to_the_others_costs_less() -> None:
+    """Long rows with a short prompt gain nothing: in one tree each would attend to a mask as long as all of them."""
+    rows = [row(tuple(range(10)), [100 * i + j for j in range(200)]) for i in range(8)]
+    sizes = {}
+    for pairs in (10.0, 2e4, math.inf):
+        forest = Forest(pairs)
+        for one in rows:
+            forest.add(one)
+        sizes[pairs] = forest.sizes
+    assert sizes[10.0] == [209] * 8
+    assert sizes[math.inf] == [10 + 8 * 199]
+    assert 1 < len(sizes[2e4]) < 8
+
+
+def test_siblings_share_in_the_order_that_makes_most_of_it() -> None:
+    """Of equal length but in turn different, neighbours have little in common; sorted, they have."""
+    budget = Budget(pairs=math.inf)
+    rows = [row((1, 2), [i % 2] * 20 + [5 + i, 9]) for i in range(6)]
+    (part,) = packed(rows, budget)
+    assert Extent.of(part, budget).computed == 2 + 2 * 20 + 6
+    assert Extent.of(rows, budget).computed == 2 + 6 * 21
+    assert not Extent.of(rows, Budget()).shares
+
+
+def test_segments_of_a_rollout_each_have_their_prompts_tree() -> None:
+    first, second = row((1, 2, 3), [4, 5, 6]), row((7, 8, 9), [4, 5])
+    trees = plant([first, second, first, second], math.inf)
+    assert trees.input_ids_US.shape == (2, GRAIN)
+    assert trees.node_BT[0].tolist() == trees.node_BT[2].tolist()
+    assert trees.node_BT[1].tolist() == trees.node_BT[3].tolist()
+
+
+@pytest.mark.parametrize("parameters", [1, 600_000, 135_000_000, 7_000_000_000])
+def test_larger_models_share_more(parameters: int) -> None:
+    assert Budget.for_model(1, parameters, share=False).pairs == 0
+    smaller, larger = (Budget.for_model(1, n, share=True).pairs for n in (parameters, 8 * parameters))
+    assert larger == pytest.approx(2 * smaller)
