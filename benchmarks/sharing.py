@@ -1,8 +1,9 @@
-"""What is saved when siblings with the same tokens so far are decoded once: the same groups with that and without.
+"""What is saved when the tokens that siblings begin with are computed once, in decoding and in updates.
 
     python benchmarks/sharing.py MODEL --config recipes/alfworld.yaml --name alfworld --out FILE
 
-All prompts are visited for the first time. Ratios are to siblings that are decoded apart, by repeat.
+All prompts are visited for the first time. Ratios are to the same siblings computed apart, by repeat. An update trains
+all of the rollouts, with rewards made up.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,10 @@ from harness import in_turn, machine, spreads, write_json
 from winnow.config import load_config
 from winnow.engine.local import engine as local
 from winnow.engine.local.rows import CacheRows, T
-from winnow.run.build import build_task
+from winnow.learner.rows import rows_of
+from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.loss import LossConfig
+from winnow.run.build import build_learner, build_task
 from winnow.run.standalone import opened
 from winnow.types import Group, Job, Visit
 
@@ -71,6 +77,23 @@ def figures(found: tuple[list[Group], float], base: tuple[list[Group], float]) -
     }
 
 
+def updates(learner: Any) -> dict[str, Callable[[list[Group]], float]]:
+    """Seconds of an update's forward and backward passes, with what siblings share computed apart and once."""
+    budget = learner._budget
+
+    def seconds(groups: list[Group], pairs: float) -> float:
+        for group in groups:
+            for i, rollout in enumerate(group.rollouts):
+                rollout.reward = float(i % 2)
+        rows = rows_of(groups, ADVANTAGES["rloo"](), "dapo", max_completion_length=1)
+        learner._budget = replace(budget, pairs=pairs)
+        started = time.perf_counter()
+        learner.accumulate(rows, LossConfig(policy_loss="plain"), 0)
+        return time.perf_counter() - started
+
+    return {APART: lambda groups: seconds(groups, 0.0), "shared": lambda groups: seconds(groups, budget.pairs)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -89,16 +112,20 @@ def main() -> None:
         for name, (rows_class, more) in SIDES.items():
             local.CacheRows = rows_class  # type: ignore[misc]
             c = load_config(a.config, [f"model={a.model}", "gates=[]", *a.overrides, *more])
-            _, roll_out, _ = stack.enter_context(opened(c, task))
+            policy, roll_out, _ = stack.enter_context(opened(c, task))
             sides[name] = side_of(roll_out, task.train, base.num_generations, taken)
-        rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+        in_update = updates(build_learner(policy, base))
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*sides, "update")}
         for repeat in range(1 + a.repeats):
             taken[0] += a.prompts
             [found] = in_turn(sides, 1)
             if repeat:  # the first one warms up
                 for name in sides:
                     rows[name].append(figures(found[name], found[APART]))
-    said = {"machine": on, "prompts": a.prompts} | {name: spreads(rows[name]) for name in sides}
+            groups = found[APART][0]
+            [took] = in_turn({name: partial(side, groups) for name, side in in_update.items()}, 1, warm=not repeat)
+            rows["update"] += [{"seconds": took["shared"] / took[APART]}] if repeat else []
+    said = {"machine": on, "prompts": a.prompts} | {name: spreads(found) for name, found in rows.items()}
     print(json.dumps(said, indent=1))
     if a.out:
         before = json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else {}
