@@ -172,7 +172,8 @@ def summary(run: Run, every: bool) -> Summary:
     """`every`: count every token as decoded."""
     passed = [p.passed for p in run.data.curve]
     accepted = {0: 0.0} | {
-        int(r["step"]): 0.0 if every else r["num_tokens"] - r["num_decoded_tokens"] for r in run.rows
+        int(r["step"]): 0.0 if every else r["num_tokens"] - r.get("num_decoded_tokens", r["num_tokens"])
+        for r in run.rows
     }
     judged = [(row["groups/judged"], row["frac_reward_zero_std"]) for row in run.rows if "frac_reward_zero_std" in row]
     groups, equal = sum(n for n, _ in judged), sum(n * share for n, share in judged)

@@ -6,10 +6,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.learner.batch import Budget, Extent, packed
+from winnow.learner.batch import Budget, Extent, collate, packed
 from winnow.learner.rows import Row
 from winnow.learner.trees import GRAIN, Forest, plant
 from winnow.types import Rollout
@@ -40,7 +41,7 @@ def test_a_node_attends_to_the_beginning_of_its_rows(
     trees = plant(rows, pairs)
     U, S = trees.input_ids_US.shape
     assert S % GRAIN == 0
-    ids, seen = trees.input_ids_US.flatten(), trees.seen()
+    ids, seen = trees.input_ids_US.flatten(), trees.mask(torch.float32)[:, 0] == 0
     for b, one in enumerate(rows):
         inputs = one.inputs
         assert inputs.tolist() == [*one.rollout.prompt_ids, *one.rollout.token_ids.tolist()][: len(inputs)]
@@ -79,6 +80,17 @@ def test_rows_share_only_as_much_as_attention_to_the_others_costs_less() -> None
     assert sizes[10.0] == [209] * 8
     assert sizes[math.inf] == [10 + 8 * 199]
     assert 1 < len(sizes[2e4]) < 8
+
+
+@pytest.mark.parametrize("length", [2, 50, 500])
+def test_rows_with_nothing_in_common_are_computed_apart(length: int) -> None:
+    """Trees would bring them a mask for nothing."""
+    budget = Budget.for_model(16_384, 1_000_000, share=True)
+    one = row((1, 2), list(range(length)))
+    distinct = [row((i, 2), list(range(length - i % 2))) for i in range(5)]
+    far = [row((1, 2), [100 * i + j for j in range(500)]) for i in range(4)]
+    assert [collate(rows, 0, budget=budget).trees for rows in ([one], distinct, far)] == [None] * 3
+    assert collate([one, one], 0, budget=budget).trees is not None
 
 
 def test_siblings_share_in_the_order_that_makes_most_of_it() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -109,6 +109,8 @@ def micro_batches(
         )
         fits = sum(row.length for row in block) <= budget.tokens
         pieces: list[MicroBatch] = []
+        if cast(Pool, block[0].pool).weighing == "gradient":  # norms need each row by itself
+            budget = replace(budget, pairs=0.0)
         for part in packed(block, budget):
             batch = collate(part, pad_id, device, budget)
             number_B = torch.tensor([numbers[row.pool] for row in part], device=device)
@@ -195,8 +197,12 @@ class Extent:
 
     @property
     def shares(self) -> bool:
-        """Return whether trees are fewer tokens."""
-        return bool(self.forest.sizes) and self._together < self.rows * self.longest
+        """Return whether trees cost less. Without them the last token of a row and half of its pairs are left out."""
+        if not self.forest.sizes:
+            return False
+        S, T = max(self.forest.sizes), self.longest
+        together = self._together * (1 + S / self.forest.pairs)
+        return together < self.rows * (T - 1) * (1 + T / 2 / self.forest.pairs)
 
     @property
     def computed(self) -> int:

@@ -27,12 +27,17 @@ class PrefixTrees:
     position_ids_US: torch.Tensor
     stop_US: torch.Tensor
     node_BT: torch.Tensor
-    """int64: where the trees, laid end to end, have the token of a row; 0 beyond its last action."""
+    """int64: where the trees, laid end to end, have the token of a row; 0 from its last action on."""
 
-    def seen(self) -> torch.Tensor:
-        """Return whether node i (first) attends to node j (second)."""
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return [U, 1, S, S]: 0 where node i (third) attends to node j (fourth), else very negative.
+
+        In the type of the queries: of any other, attention would keep a copy in every layer.
+        """
         nodes = torch.arange(self.stop_US.shape[1], device=self.stop_US.device)
-        return (nodes <= nodes[:, None]) & (nodes[:, None] < self.stop_US[:, None, :])
+        seen_USS = (nodes <= nodes[:, None]) & (nodes[:, None] < self.stop_US[:, None, :])
+        mask = torch.zeros(seen_USS.shape, dtype=dtype, device=nodes.device)
+        return mask.masked_fill_(~seen_USS, torch.finfo(dtype).min)[:, None]
 
 
 @dataclass

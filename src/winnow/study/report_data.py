@@ -32,7 +32,7 @@ from ..run.checkpoint import CheckpointError, marks
 from .report_samples import thin_samples
 
 Row = dict[str, float]
-CUMULATIVE = ("step", "num_tokens", "seconds_total")
+CUMULATIVE = ("step", "num_tokens", "seconds_total", "num_decoded_tokens")
 RELIABILITY = re.compile(r"gate/[^/]+/reliability/(?P<bin>\d)/(?P<name>rollouts|predicted|right)")
 CHART_LIST = TypeAdapter(list[Chart])
 MOST_CHARTS = 100
@@ -237,7 +237,7 @@ def merge_steps(lines: Iterator[dict[str, Any]]) -> list[Row]:
         if not rows or rows[-1]["step"] != row["step"]:
             rows.append({})
         rows[-1].update({names[k]: v for k, v in row.items()})
-    for key in CUMULATIVE[1:]:
+    for key in CUMULATIVE[1:3]:
         highest = 0.0
         for row in rows:
             highest = row[key] = max(highest, row.get(key, highest))

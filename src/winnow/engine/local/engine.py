@@ -224,7 +224,7 @@ class LocalEngine(SequenceEngine):
         table = self.sequences.table
         targets, sources = self._rows.arrange(table.ints[col.TOKEN, : table.n])
         if len(targets):
-            columns = int(table.ints[col.POSITION, : table.n].max())
+            columns = int(table.ints[col.POSITION, np.flatnonzero(np.isin(self._rows.of_N, targets))].max())
             self._cache.reserve(self._rows.n, columns)
             self._cache.move(self._to_device(targets), self._to_device(sources), columns)
 
@@ -270,12 +270,14 @@ class LocalEngine(SequenceEngine):
         kept = {r.prompt_ids: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
         self._prefill({r.prompt_ids: self._prompts[r.prompt_ids] for r in requests}, kept)
         batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
-        drafted: dict[tuple[tuple[int, ...], ...], tuple[_Prompt, list[Request]]] = {}
+        drafted: dict[Hashable, tuple[_Prompt, list[Request]]] = {}
         for request in requests:
             prompt = self._leave_queue(request)
             assert prompt.prefilled is not None
             if self._reads_draft(request):
-                drafted.setdefault((request.prompt_ids, request.draft), (prompt, []))[1].append(request)
+                # With fixed slots alone: nothing may depend on what else runs.
+                key = request.id if self.options.fixed_slots else (request.prompt_ids, request.draft)
+                drafted.setdefault(key, (prompt, []))[1].append(request)
                 continue
             _, index, members = batches.setdefault(id(prompt.prefilled), (prompt.prefilled, [], []))
             index.append(prompt.index)

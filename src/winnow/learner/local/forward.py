@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,15 @@ Body = Callable[..., torch.Tensor]
 WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
-def predictions(body: Body, batch: MicroBatch, *, share: bool) -> torch.Tensor:
-    """Return [N, H] or [N, V] for the N True entries of `mask_BT`, in row-major order."""
+def predictions(body: Body, batch: MicroBatch, dtype: torch.dtype) -> torch.Tensor:
+    """Return [N, H] or [N, V] for the N True entries of `mask_BT`, in row-major order. `dtype`: of products."""
     action_BT, trees = batch.mask_BT[:, 1:], batch.trees
-    if not share or trees is None:
+    if trees is None:
         return body(input_ids=batch.input_ids_BT[:, :-1], use_cache=False)[action_BT]
     states = body(
         input_ids=trees.input_ids_US,
         position_ids=trees.position_ids_US,
-        attention_mask=trees.seen()[:, None],
+        attention_mask=trees.mask(dtype),
         use_cache=False,
     )
     return states.flatten(0, 1)[trees.node_BT[:, :-1][action_BT]]
@@ -47,12 +48,12 @@ def can_share(model: Any, body: Body, n_tokens: int) -> bool:
         return False
     if kinds != {"full_attention"} or (windowed and not getattr(config, "layer_types", None)):
         return False
-    ids_BT = (np.arange(5 * 8).reshape(5, 8) * 7 + 1) % n_tokens
+    ids_BT = np.random.default_rng(0).integers(0, n_tokens, (5, 8))
     ids_BT[1, :2], ids_BT[3, :6], ids_BT[4, :5] = ids_BT[0, :2], ids_BT[2, :6], ids_BT[2, :5]
     rows = [_row(ids_T, prompt) for ids_T, prompt in zip(ids_BT, (2, 2, 4, 4, 4), strict=True)]
     batch = collate(rows, 0, model.get_input_embeddings().weight.device, Budget(pairs=math.inf))
     try:
-        apart, together = (predictions(body, batch, share=share).float() for share in (False, True))
+        apart, together = (predictions(body, b, model.dtype).float() for b in (replace(batch, trees=None), batch))
     except Exception:  # a class that takes no such mask, each in its own way
         return False
     return torch.allclose(together, apart, rtol=1e-3, atol=1e-3 * float(apart.abs().max()))

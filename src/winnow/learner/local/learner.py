@@ -295,7 +295,8 @@ class LocalLearner:
         model = model or self._causal_lm
         mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
         with self._autocast():
-            states_NH = predictions(self._body(model), batch, share=self._share)
+            wide = self.options.compute_dtype == torch.float32
+            states_NH = predictions(self._body(model), batch, model.dtype if wide else self.options.compute_dtype)
             head = model.get_output_embeddings() if self._own_head else torch.nn.Identity()
             context = self.distribution.context(batch.input_ids_BT, batch.mask_BT)
             logp_N, entropy_N, squares_N = token_logp(
