@@ -153,7 +153,8 @@ BASES = (BASE, "dapo-fixed-linear", "dapo")
 COMPARED = (
     *("thrifty", "thrifty-drafts", "thrifty-drafts-twice", "thrifty-drafts-twice-linear"),
     *("thrifty-drafts-twice-linear-short", "thrifty-drafts-twice-long", "dapo", "dapo-fixed-linear", "all"),
-    *("thrifty-drafts-twice-blocks", "thrifty-drafts-twice-linear-blocks", "thrifty-shared-twice"),
+    *("thrifty-drafts-twice-blocks", "thrifty-drafts-twice-linear-blocks"),
+    *("thrifty-shared-twice", "thrifty-shared-twice-linear"),
 )
 PEERS = (
     *("pilot-commit", "speed-rl", "backoff", "knapsack", "mopps", "reinforce-ada", "reinforce-ada-balanced"),
