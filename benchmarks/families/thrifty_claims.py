@@ -149,7 +149,7 @@ TASKS = {
 }
 BASE, SHARED = "dapo-fixed", "dapo-fixed-shared"
 BASES = (BASE, "dapo-fixed-linear", "dapo")
-"""All their tokens count, as in an engine that decodes each of them; for `SHARED`, the same runs, those of ours."""
+"""All tokens that they sample count, as in an engine that does not share; of `SHARED`, the same runs, those decoded."""
 COMPARED = (
     *("thrifty", "thrifty-drafts", "thrifty-drafts-twice", "thrifty-drafts-twice-linear"),
     *("thrifty-drafts-twice-linear-short", "thrifty-drafts-twice-long", "dapo", "dapo-fixed-linear", "all"),

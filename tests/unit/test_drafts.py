@@ -18,12 +18,10 @@ from winnow.sampler.codec import job_from, job_state
 from winnow.sampler.drafts import ROLLOUT_BYTES, TURN_BYTES, Drafts, DraftsState
 from winnow.types import Draft, Group, Job, Prompt, Rollout, Turn, Visit
 
-from ..builders.engines import make_engine
+from ..builders.engines import make_engine, require_equal
 from .engine_models import EOS, FUSED, GENERIC, VOCAB, make_model, run
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(9)]
-ALIKE = {"spared", "seconds"}
-"""Fields of `Finished` that may differ."""
 
 
 def requests(n: int = 12, **params: Any) -> list[Request]:
@@ -36,18 +34,6 @@ def requests(n: int = 12, **params: Any) -> list[Request]:
 def finished(engine: LocalEngine, asked: list[Request]) -> dict[Any, Finished]:
     engine.submit(asked)
     return run(engine)
-
-
-def require_equal(a: dict[Any, Finished], b: dict[Any, Finished]) -> None:
-    assert a.keys() == b.keys()
-    for id_, one in a.items():
-        other = b[id_]
-        assert (one.stop_reason, one.token_ids.tolist()) == (other.stop_reason, other.token_ids.tolist())
-        for name in ("logp", "confidence", "raw_logp", "hidden"):
-            x, y = getattr(one, name), getattr(other, name)
-            assert (x is None) == (y is None), name
-            if x is not None:
-                np.testing.assert_allclose(x, y, atol=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Request, SamplingParams
 
-from ..builders.engines import make_engine
+from ..builders.engines import Counted, make_engine
 from .engine_models import FUSED, GENERIC, VOCAB, make_model, plain_logits, plain_logp, run
 
 TURNS = 3
@@ -41,25 +40,6 @@ def dialogue(
             observation = tuple(7 + (i + j) % 20 for j in range(1 + (5 * i + turn) % 4))
             texts[i] = (*texts[i], *finished.token_ids.tolist(), *observation)
     return said
-
-
-class Counted:
-    """Tokens that went through the model to start turns."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self.prefilled = self.extended = 0
-        backend: Any = engine._backend
-        prefill, extend = backend.prefill, backend.extend
-
-        def counting_prefill(prompts: Any) -> Any:
-            self.prefilled += sum(map(len, prompts))
-            return prefill(prompts)
-
-        def counting_extend(tails: Any, past: Any) -> Any:
-            self.extended += sum(map(len, tails))
-            return extend(tails, past)
-
-        backend.prefill, backend.extend = counting_prefill, counting_extend
 
 
 @pytest.mark.parametrize("name", [*FUSED, *GENERIC])

@@ -14,7 +14,7 @@ from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Reached, Request, SamplingParams
 from winnow.engine.local.rows import CacheRows
 
-from ..builders.engines import make_engine
+from ..builders.engines import Counted, make_engine, require_equal
 from .engine_models import EOS, FUSED, GENERIC, VOCAB, make_model, run
 
 Tokens = tuple[int, ...]
@@ -92,29 +92,6 @@ def test_rows_hold_what_their_sequences_have_said(seed: int, vocabulary: int) ->
         world.check()
 
 
-class Counted:
-    """Rows of all decode steps, and tokens that went through the model to start turns."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self.decoded = self.started = 0
-        backend: Any = engine._backend
-        decode, prefill, extend = backend.decode, backend.prefill, backend.extend
-
-        def counting_decode(tokens: Any, *rest: Any) -> Any:
-            self.decoded += len(tokens)
-            return decode(tokens, *rest)
-
-        def counting_prefill(prompts: Any) -> Any:
-            self.started += sum(map(len, prompts))
-            return prefill(prompts)
-
-        def counting_extend(tails: Any, past: Any) -> Any:
-            self.started += sum(map(len, tails))
-            return extend(tails, past)
-
-        backend.decode, backend.prefill, backend.extend = counting_decode, counting_prefill, counting_extend
-
-
 def siblings(prompts: list[Tokens], n: int = 6, **params: Any) -> list[Request]:
     given = SamplingParams(**{"max_tokens": 12, "temperature": 0.4} | params)
     return [Request((i, k), p, given, noise_key(1, i, k)) for i, p in enumerate(prompts) for k in range(n)]
@@ -124,18 +101,6 @@ def alone(model: Any, asked: list[Request], **options: Any) -> dict[Any, Finishe
     """What each request gets from an engine that runs nothing else."""
     engine = make_engine(model, **options)
     return {id_: finished for request in asked for id_, finished in run(engine, [request]).items()}
-
-
-def require_equal(found: dict[Any, Finished], wanted: dict[Any, Finished]) -> None:
-    assert found.keys() == wanted.keys()
-    for id_, one in found.items():
-        other = wanted[id_]
-        assert (one.stop_reason, one.token_ids.tolist()) == (other.stop_reason, other.token_ids.tolist())
-        for name in ("logp", "confidence", "raw_logp", "hidden"):
-            x, y = getattr(one, name), getattr(other, name)
-            assert (x is None) == (y is None), name
-            if x is not None:
-                np.testing.assert_allclose(x, y, atol=2e-4, err_msg=name)
 
 
 def require_counts(found: dict[Any, Finished], prompt_of: Any, decoded: int) -> None:
@@ -229,7 +194,7 @@ def test_turns_after_the_same_turns_are_started_and_decoded_once(name: str) -> N
     engine, plain = make_engine(model, slots=16), make_engine(model, slots=16)
     counted = Counted(engine)
     texts = dict.fromkeys(range(n), PROMPTS[2])
-    started = decoded = 0
+    extended = decoded = 0
     for turn in range(3):
         params = SamplingParams(4, temperature=0.3)
         asked = [Request(k, text, params, noise_key(3, k, turn), keep=turn < 2) for k, text in texts.items()]
@@ -237,8 +202,8 @@ def test_turns_after_the_same_turns_are_started_and_decoded_once(name: str) -> N
         require_equal(found, {i: f for r in asked for i, f in run(plain, [replace(r, keep=False)]).items()})
         require_counts(found, lambda k, texts=dict(texts): texts[k], counted.decoded - decoded)
         if turn:
-            assert counted.started - started == 3 * len(set(texts.values())), "the last token and the observation"
-        started, decoded = counted.started, counted.decoded
+            assert counted.extended - extended == 3 * len(set(texts.values())), "the last token and the observation"
+        extended, decoded = counted.extended, counted.decoded
         texts = {k: (*text, *found[k].token_ids.tolist(), 9, 8) for k, text in texts.items()}
     assert 1 < len(set(texts.values())) <= n
     assert len(engine._kept) == 0

@@ -98,8 +98,10 @@ def micro_batches(
     Pools are packed into blocks of at most `BLOCK` of the budget, unless one pool is larger. Rows are grouped only
     within a block.
     """
-    if any(row.pool is None for row in rows):
+    if not rows or any(row.pool is None for row in rows):
         return [collate(part, pad_id, device, budget) for part in packed(rows, budget)]
+    if cast(Pool, rows[0].pool).weighing == "gradient":  # norms need each row by itself
+        budget = replace(budget, pairs=0.0)
     found: list[MicroBatch] = []
     for block in _blocks(rows, int(BLOCK * budget.tokens)):
         numbers = {pool: p for p, pool in enumerate(dict.fromkeys(row.pool for row in block))}
@@ -109,8 +111,6 @@ def micro_batches(
         )
         fits = sum(row.length for row in block) <= budget.tokens
         pieces: list[MicroBatch] = []
-        if cast(Pool, block[0].pool).weighing == "gradient":  # norms need each row by itself
-            budget = replace(budget, pairs=0.0)
         for part in packed(block, budget):
             batch = collate(part, pad_id, device, budget)
             number_B = torch.tensor([numbers[row.pool] for row in part], device=device)

@@ -44,7 +44,7 @@ class Row:
 
     @property
     def inputs(self) -> np.ndarray:
-        """Return the tokens that predict actions: all before the last action, at least one."""
+        """Return the tokens that predict actions, int64: the prompt, and all before the last action."""
         actions = np.flatnonzero(self.rollout.action_mask)
         before = self.rollout.token_ids[: actions[-1]] if len(actions) else self.rollout.token_ids[:0]
         return np.concatenate([np.array(self.rollout.prompt_ids, dtype=np.int64), before])

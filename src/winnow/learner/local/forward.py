@@ -54,7 +54,7 @@ def can_share(model: Any, body: Body, n_tokens: int) -> bool:
     batch = collate(rows, 0, model.get_input_embeddings().weight.device, Budget(pairs=math.inf))
     try:
         apart, together = (predictions(body, b, model.dtype).float() for b in (replace(batch, trees=None), batch))
-    except Exception:  # a class that takes no such mask, each in its own way
+    except (TypeError, ValueError, RuntimeError, IndexError):  # a class that takes no such mask, each in its own way
         return False
     return torch.allclose(together, apart, rtol=1e-3, atol=1e-3 * float(apart.abs().max()))
 
@@ -75,13 +75,13 @@ def head_is_linear(model: Any, n_tokens: int) -> bool:
         return False
     inputs, outputs = [], []
 
-    def replace(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def enlarge(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         inputs.append(args[0])
         outputs.append(torch.linspace(-100, 100, output.numel(), device=output.device).to(output).view_as(output))
         return outputs[0]
 
     ids = torch.arange(4, device=head.weight.device)[None] % n_tokens
-    handle = head.register_forward_hook(replace)
+    handle = head.register_forward_hook(enlarge)
     try:
         logits = model(input_ids=ids, use_cache=False).logits
     finally:
