@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from harness import in_turn, machine, spreads, write_json
 
 from winnow.config import load_config
@@ -89,6 +90,8 @@ def updates(learner: Any) -> dict[str, Callable[[list[Group]], float]]:
         learner._budget = replace(budget, pairs=pairs)
         started = time.perf_counter()
         learner.accumulate(rows, LossConfig(policy_loss="plain"), 0)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return time.perf_counter() - started
 
     return {APART: lambda groups: seconds(groups, 0.0), "shared": lambda groups: seconds(groups, budget.pairs)}
@@ -104,8 +107,8 @@ def main() -> None:
     parser.add_argument("--overrides", nargs="*", default=[])
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
-    on = machine("cpu")
     base = load_config(a.config, [f"model={a.model}", "gates=[]", *a.overrides])
+    on = machine("cuda" if "cuda" in base.device else "cpu")
     task, taken = build_task(base.env), [-a.prompts, a.prompts]
     with ExitStack() as stack:
         sides = {}
