@@ -29,6 +29,7 @@ from harness import ROOT, write_json
 FAMILIES = {
     "selection": "GRESO, Active-RLOO and both together on Countdown",
     "thrifty": "what is saved on DAPO at its best learning rate",
+    "shared": "the arms of `thrifty` that count most, with shared decoding",
     "gate": "the mid-trajectory gate in small ALFWorld rooms",
     "arrol": "ARRoL on short and on long answers",
     "async": "what each method makes of a lag of twelve steps",

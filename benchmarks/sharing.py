@@ -46,7 +46,7 @@ class Apart(CacheRows):
 SIDES: dict[str, tuple[type[CacheRows], list[str]]] = {
     APART: (Apart, []),
     "shared": (CacheRows, []),
-    "shared, with drafts": (CacheRows, ["speculative={}"]),
+    "shared, with drafts": (CacheRows, ["speculative=true"]),
 }
 
 Side = Callable[[], tuple[list[Group], float]]

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import tables as t
 from families.base import Arm, Family, Said, Start
-from families.gate_claims import BY_PROGRESS
 from families.gate_claims import START as ROOMS
 from runs import Run
 from tables import SEEDS, Column, Figures, Summary
@@ -29,26 +28,24 @@ REUSE = ("reuse={updates: 4, max_age: 16, min_ess: 0.5}", "step_scale=ess")
 TWICE = ("reuse={updates: 2, max_age: 16, min_ess: 0.5}", "step_scale=ess")
 CLIP = ("policy_loss=clip", "epsilon_high=0.28", "correction=none")
 PROBE = ("group_size={name: sequential, probe: 4}",)
-PROBE_3 = ("group_size={name: sequential, probe: 3}",)
 SMALL = ("prompts_per_step=8",)
 """As many optimizer steps a sampled token as `REUSE` has, each with a quarter of the groups."""
+MEDIUM = ("prompts_per_step=16",)
+WIDE = ("num_generations=16",)
 HARD = ("group_size={name: sequential, probe: 4, hard_size: 16}",)
 KNAPSACK = ("group_size={name: allocate, value: knapsack}",)
 ACTIVE = ("num_generations=4", "filter={name: zero_variance, refill: false}")
 ADAPTIVE_K = ("group_size={name: adaptive_k, tau: 0.5, window: 5}",)
-DRAFTS = ("speculative={epochs: 4}",)
-NEW_NOISE = ("speculative={epochs: 1}",)
+DRAFTS = ("speculative=true",)
 LINEAR = ("lr_scheduler_type=linear",)
-BLOCKS = ("blocks={prompts: 256, passes: 4}",)
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
 """Knows every pass rate: all prompts are rolled out 16 times every 100 steps, which costs it nothing here."""
 METHODS: dict[str, tuple[str, ...]] = {
     "dapo-fixed": FIXED,
+    "dapo-fixed-shared": FIXED,  # never run: see TWINS
     "dapo": (),
+    "dapo-shared": (),
     "dapo-small": (*FIXED, *SMALL),
-    "dapo-small-drafts-twice": (*SMALL, *DRAFTS, *TWICE, *CLIP),
-    "dapo-fixed-drafts": (*FIXED, *DRAFTS),
-    "dapo-fixed-shared": FIXED,  # never run: see SHARED
     "dapo-fixed-linear": (*FIXED, *LINEAR),
     "dapo-fixed-linear-half": (*FIXED, *LINEAR),
     "greso": GRESO,
@@ -74,30 +71,21 @@ METHODS: dict[str, tuple[str, ...]] = {
     "bayes-reuse-4-clip": (*BAYES, *REUSE, *CLIP),
     "bayes-reuse-4-probe": (*BAYES, *REUSE, *CLIP, *PROBE),
     "thrifty": (*BAYES, *SMALL),
-    "thrifty-drafts": (*BAYES, *SMALL, *DRAFTS),
-    "thrifty-drafts-linear": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
-    "thrifty-drafts-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
-    "thrifty-drafts-twice-probe": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *PROBE_3),
-    "thrifty-drafts-twice-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *BLOCKS),
-    "thrifty-shared-twice": (*BAYES, *SMALL, *NEW_NOISE, *TWICE, *CLIP),
-    "thrifty-shared-twice-linear": (*BAYES, *SMALL, *NEW_NOISE, *TWICE, *CLIP, *LINEAR),
-    "thrifty-drafts-twice-gate": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, BY_PROGRESS),
-    "thrifty-drafts-twice-long": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
-    "thrifty-drafts-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
-    "thrifty-drafts-twice-linear-blocks": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR, *BLOCKS),
-    "thrifty-drafts-twice-linear-short": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
     "thrifty-4": (*BAYES, "prompts_per_step=4"),
     "thrifty-knapsack": (*BAYES, *SMALL, *KNAPSACK),
+    "thrifty-shared": (*BAYES, *SMALL, *DRAFTS),
+    "thrifty-shared-linear": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
+    "thrifty-shared-linear-long": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
+    "thrifty-shared-medium-linear": (*BAYES, *MEDIUM, *DRAFTS, *LINEAR),
+    "thrifty-shared-wide-linear": (*BAYES, *SMALL, *DRAFTS, *WIDE, *LINEAR),
+    "thrifty-shared-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
+    "thrifty-shared-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
     "oracle": (*ORACLE, *SMALL),
 }
 """Arm -> what it changes in the task's recipe, which refills groups without signal exactly."""
-STEPS = {REUSE[0]: 10 / 3, SMALL[0]: 4, "prompts_per_step=4": 8}
+STEPS = {REUSE[0]: 10 / 3, SMALL[0]: 4, MEDIUM[0]: 8 / 3, "prompts_per_step=4": 8}
 """Change -> how many times as many optimizer steps an arm with it has."""
-LENGTHS = {
-    "dapo-fixed-linear-half": 1 / 2,
-    "thrifty-drafts-twice-linear-short": 4 / 5,
-    "thrifty-drafts-twice-long": 3 / 2,
-}
+LENGTHS = {"dapo-fixed-linear-half": 1 / 2, "thrifty-shared-linear-long": 4 / 3, "thrifty-shared-wide-linear": 3 / 4}
 """Arm -> the factor by which its number of optimizer steps differs from that of others with its changes."""
 DAPO_REFILL = (
     *("gates=[]", "filter=zero_variance", "num_generations=8", "prompts_per_step=32", "advantage=rloo"),
@@ -147,22 +135,17 @@ TASKS = {
         3,
     ),
 }
-BASE, SHARED = "dapo-fixed", "dapo-fixed-shared"
+BASE = "dapo-fixed"
 BASES = (BASE, "dapo-fixed-linear", "dapo")
-"""All tokens that they sample count, as in an engine that does not share; of `SHARED`, the same runs, those decoded."""
-COMPARED = (
-    *("thrifty", "thrifty-drafts", "thrifty-drafts-twice", "thrifty-drafts-twice-linear"),
-    *("thrifty-drafts-twice-linear-short", "thrifty-drafts-twice-long", "dapo", "dapo-fixed-linear", "all"),
-    *("thrifty-drafts-twice-blocks", "thrifty-drafts-twice-linear-blocks"),
-    *("thrifty-shared-twice", "thrifty-shared-twice-linear"),
-)
+"""All tokens that they sample count, as in an engine that does not share."""
+TWINS = {BASE: "dapo-fixed-shared", "dapo": "dapo-shared"}
+"""Base -> the same runs, of which the tokens count that were decoded."""
+COMPARED = ("thrifty", "dapo", "dapo-fixed-linear", "all")
 PEERS = (
     *("pilot-commit", "speed-rl", "backoff", "knapsack", "mopps", "reinforce-ada", "reinforce-ada-balanced"),
     "thrifty",
 )
 """Other papers' rules, and what they are compared with."""
-DRAWN = (*BASES, *COMPARED[:4], "all", "pilot-commit")
-"""As many as there are colors."""
 
 
 def name_of(arm: str, rate: float, task: str = "countdown") -> str:
@@ -195,7 +178,7 @@ def summary(run: Run, every: bool) -> Summary:
 def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
     every = {name_of(arm, rate, task): arm for arm in BASES for rate in RATES for task in TASKS}
     new = {arm: [summary(run, arm in every) for run in found] for arm, found in runs.items()}
-    twins = {arm: arm.replace(BASE, SHARED) for arm in runs if every.get(arm) == BASE}
+    twins = {arm: arm.replace(base, twin) for arm in runs for base, twin in TWINS.items() if every.get(arm) == base}
     new |= {twin: [summary(run, False) for run in runs[arm]] for arm, twin in twins.items()}
     return said | {"runs": t.merged(said.get("runs", {}), new, list(FAMILY.by_name()))}
 
@@ -206,10 +189,14 @@ Curve = list[list[float]]
 
 
 class Task:
-    """The runs of one task, and the tuned base that they are compared with."""
+    """The runs of one task, and the tuned base that they are compared with.
 
-    def __init__(self, name: str, runs: Figures, base: str = BASE) -> None:
-        self.name, self.runs = name, runs
+    `smooth`: average curves over the tokens between two evaluations of the base, as `smoothed` does. Without that an
+    arm with more evaluations a token than the base has would reach a level earlier by chance.
+    """
+
+    def __init__(self, name: str, runs: Figures, base: str = BASE, *, smooth: bool = True) -> None:
+        self.name, self.runs, self.smooth = name, runs, smooth
         self.rates = {arm: rate for arm in METHODS if (rate := self.best_rate(arm)) is not None}
         """The rate of each arm with the highest mean pass@1 over the tokens of its cheapest run, by the tuning seed.
 
@@ -232,16 +219,14 @@ class Task:
         return max(most, key=lambda rate: np.mean([at_tokens(curves[rate], t) for t in tokens]))
 
     def pairs(self, found: list[Summary]) -> list[tuple[Curve, Curve]]:
-        """Curves of runs, averaged over the tokens between two evaluations of the base, and the base's of their seed.
-
-        Without that an arm with many evaluations would reach a level earlier by chance.
-        """
+        """Curves of runs, and the base's of their seed."""
         paired = []
         for run in found:
-            if (base := self.base.get(run["seed"])) is run["curve"]:
-                paired.append((base, base))
-            elif base:
-                paired.append((smoothed(run["curve"], base[-1][1] / (len(base) - 1) / 2), base))
+            curve = run["curve"]
+            if base := self.base.get(run["seed"]):
+                if self.smooth and base is not curve:
+                    curve = smoothed(curve, base[-1][1] / (len(base) - 1) / 2)
+                paired.append((curve, base))
         return paired
 
     def ahead(self, found: list[Summary], _: list[Summary]) -> str:
@@ -276,6 +261,11 @@ class Task:
             t.mean("final pass@8", "deployed.pass@8"),
             t.mean("tokens", "tokens", "{:.2f}M", 1e-6),
             t.share("mixed groups", "mixed"),
+            *self.to_levels(),
+        ]
+
+    def to_levels(self) -> list[Column]:
+        return [
             Column("pass@1 at equal tokens, less DAPO's", self.ahead),
             Column("tokens to DAPO's final pass@1", self.to_base(1.0)),
             Column("to 95% of it", self.to_base(0.95)),
@@ -321,16 +311,18 @@ def tables(said: Said) -> dict[str, str]:
         for table, rows in ((f"rates-{name}", tuning), (f"thrifty-{name}", counted)):
             if shown := {arm: found for arm, found in rows.items() if found}:
                 made[table] = t.table_of(shown, task.columns())
-    made["thrifty-against"] = against(said["runs"], COMPARED, list(TASKS))
-    return made | {"thrifty-peers": against(said["runs"], PEERS, ["countdown"])}
+    made["thrifty-against"] = against(said["runs"], COMPARED, BASES, list(TASKS))
+    return made | {"thrifty-peers": against(said["runs"], PEERS, BASES, ["countdown"])}
 
 
-def against(runs: Figures, arms: Sequence[str], tasks: Sequence[str]) -> str:
+def against(
+    runs: Figures, arms: Sequence[str], bases: Sequence[str], tasks: Sequence[str], *, smooth: bool = True
+) -> str:
     """Arms and the bases that they are paired with, by seed; ratios and differences to the base."""
     rows = []
     for task in tasks:
-        for base in (*BASES, SHARED):
-            pairs = Task(task, runs, base)
+        for base in bases:
+            pairs = Task(task, runs, base, smooth=smooth)
             columns = pairs.paired_columns()
             for arm in arms if pairs.base else ():
                 found = pairs.of(arm, pairs.rates[arm]) if arm != base and arm in pairs.rates else []
@@ -340,36 +332,11 @@ def against(runs: Figures, arms: Sequence[str], tasks: Sequence[str]) -> str:
     return t.markdown(["arm", "compared with", *(column.head for column in columns)], rows)
 
 
-def draw(said: Said, path: Path) -> None:
-    """Held-out pass@1 against decoded tokens: means over the seeds that count, averaged as in the tables."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    tasks = [Task(name, said["runs"]) for name in TASKS]
-    figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
-    color: dict[str, str] = {}
-    for task, axis in zip(tasks, axes.flat, strict=True):
-        for arm in (arm for arm in DRAWN if arm in task.rates):
-            found = [run for run in task.of(arm, task.rates[arm]) if run["seed"] != TUNING]
-            if len(found) > 1:
-                tokens = np.linspace(0, min(run["curve"][-1][1] for run in found), 60)
-                passed = [[at_tokens(curve, x) for x in tokens] for curve, _ in task.pairs(found)]
-                line = color.setdefault(arm, f"C{len(color)}")
-                axis.plot(tokens / 1e6, np.mean(passed, axis=0), line, label=f"{arm} (n={len(passed)})")
-        axis.set(title=task.name, xlabel="decoded tokens, millions", ylabel="held-out pass@1")
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=80)
-
-
 SHOWN: tuple[tuple[str, float, str], ...] = (
     *((arm, 2, "countdown") for arm in (BASE, "dapo", "greso")),
-    *((arm, 1, "countdown") for arm in ("thrifty", "thrifty-drafts")),
+    ("thrifty", 1, "countdown"),
     *((arm, 2, "chain") for arm in ("dapo", "dapo-fixed-linear")),
-    *((arm, 1, "chain") for arm in (BASE, "thrifty", "thrifty-drafts", "thrifty-drafts-twice-linear")),
-    ("thrifty-drafts-twice", 0.5, "chain"),
+    *((arm, 1, "chain") for arm in (BASE, "thrifty")),
 )
 """Arms at their best rates."""
 
@@ -393,7 +360,6 @@ FAMILY = Family(
     default=tuple(name_of(*arm) for arm in SHOWN),
     collect=collect,
     tables=tables,
-    draw=draw,
     may_stop=True,
     jobs=1,
 )

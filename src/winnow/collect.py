@@ -182,7 +182,6 @@ class Collector:
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
         self.group_size.observe(metrics)
         self.selector.end_step()
-        self.drafts.end_step()
         self.ledger.step(step, seconds=self.tally.seconds, metrics=metrics, version=step)
         return metrics
 

@@ -31,11 +31,9 @@ from .base.paths import below_home, out_of_home
 from .base.schedule import OWN, Schedule, check_schedule
 from .base.sections import OF_ADAPTER as OF_ADAPTER
 from .base.sections import AuditConfig as AuditConfig
-from .base.sections import BlocksConfig as BlocksConfig
 from .base.sections import LoraConfig as LoraConfig
 from .base.sections import ReuseConfig as ReuseConfig
 from .base.sections import SaveDtype as SaveDtype
-from .base.sections import SpeculativeConfig as SpeculativeConfig
 from .base.sections import SuccessConfig as SuccessConfig
 from .base.sections import success_section
 from .base.settings_yaml import load_yaml
@@ -119,7 +117,7 @@ class RunConfig(BaseModel):
     chat_template: Annotated[str, AfterValidator(template_text)] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     mask_truncated_completions: bool = False
-    speculative: SpeculativeConfig | None = None
+    speculative: bool = False
     reward_timeout_s: float = Field(30.0, gt=0, le=86_400)
     reward_memory_mb: int = Field(2_048, ge=64, le=1_000_000)
     reward_env: list[str] = []
@@ -129,7 +127,6 @@ class RunConfig(BaseModel):
 
     # methods, each a name or {name: ..., options}
     selector: MethodSpec = "uniform"
-    blocks: BlocksConfig | None = None
     rollout_batch: MethodSpec = "exact"
     group_size: MethodSpec = "fixed"
     gates: list[MethodSpec] = []

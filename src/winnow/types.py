@@ -286,11 +286,7 @@ class Job:
     first: int = 0
     """Number of the first sibling; more than 0 where the others have been rolled out before."""
     drafts: tuple[Draft, ...] = ()
-    """What each sibling from number 0 on sampled at an earlier visit, for the engine to try; empty: none."""
-    same_noise: tuple[bool, ...] = ()
-    """Whether each of `drafts` was drawn with the noise of this job."""
-    noise: int | None = None
-    """Number of the noise that tokens are drawn with; None: the visit's epoch."""
+    """Rollouts of the prompt's last visit, for the engine to try; empty: none."""
 
 
 @dataclass(slots=True)

@@ -64,7 +64,7 @@ RESUMES: dict[str, dict[str, Any]] = {
     "lagged": {"max_lag": 2, "step_scale": {"name": "ess", "reference": "measured"}},
     "mixed": CARRYING | {"max_lag": 3, "lora": {"r": 2}, "sync": {"name": "in_process", "lag": "mixed"}},
     "drift": {"reference_kl_steps": 2},
-    "drafts": CARRYING | {"speculative": {"epochs": 3}},
+    "drafts": CARRYING | {"speculative": True},
     "muon, synced reference": SYNCED | {"optim": "muon", "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2},
     "adafactor, ess, opob": OPOB
     | {"optim": "adafactor", "step_scale": "ess", "lr_scheduler_type": "cosine_with_restarts"},

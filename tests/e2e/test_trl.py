@@ -69,7 +69,7 @@ def test_without_methods_the_batches_are_those_of_trl(arguments: dict[str, Any],
 
 
 def test_full_batches_of_groups_that_teach(arguments: dict[str, Any], tmp_path: Path) -> None:
-    methods = {"selector": "greso", "blocks": {"prompts": PROMPTS, "passes": 2}, "audit": {"epsilon": 0.2}}
+    methods = {"selector": "greso", "audit": {"epsilon": 0.2}}
     trainer = Watched(**arguments, **methods, filter="zero_variance", advantage="rloo")
     trainer.train()
     for batch in trainer.seen:

@@ -92,7 +92,8 @@ def test_groups_in_two_parts(config: dict[str, Any]) -> None:
 
 def test_drafts_go_along_with_jobs(config: dict[str, Any]) -> None:
     """Also over a resume: the checkpoint has the drafts."""
-    config |= {"speculative": {"epochs": 8}, "env": {"name": "countdown", "train_size": 6, "test_size": 8}}
+    config |= {"temperature": 0.05, "num_generations": 2, "filter": "keep_all", "learning_rate": 1e-6}
+    config |= {"speculative": True, "env": {"name": "countdown", "train_size": 6, "test_size": 8}}
     Trainer(config=config | {"max_steps": 3}).train()
     Trainer.resume(config["output_dir"], {"max_steps": 6}).train()
     assert_clean(config)

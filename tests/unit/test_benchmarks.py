@@ -25,6 +25,7 @@ OPTIONAL = {"trl", "datasets", "ray", "vllm", "psutil", "matplotlib"}
 """Packages that a script may need and an environment may not have."""
 FAMILIES = {
     "thrifty": ("thrifty.json", "claims.md"),
+    "shared": ("shared.json", "claims.md"),
     "selection": ("claims.json", "claims.md"),
     "gate": ("gate_claims.json", "claims.md"),
     "arrol": ("arrol_claims.json", "claims.md"),

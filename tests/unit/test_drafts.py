@@ -160,17 +160,11 @@ def drafts_of(drafts: Drafts, visit: Visit) -> tuple[Draft, ...]:
 
 
 def test_drafts_are_the_turns_of_the_last_rollouts() -> None:
-    drafts = Drafts(epochs=3)
-    assert drafts.job(Visit(0, 0, PROMPTS[2]), 2, 0) == Job(Visit(0, 0, PROMPTS[2]), 2, noise=0)
+    drafts = Drafts(on=True)
+    assert drafts.job(Visit(0, 0, PROMPTS[2]), 2, 0) == Job(Visit(0, 0, PROMPTS[2]), 2)
     drafts.observe(group(2, 0, [[5, 6], [7]]))
     drafts.observe(group(2, 1, [[8, 9, 1, 1, 10]], ((0, 2), (4, 5))))  # the environment wrote 1, 1
-    drafts.end_step()
-    for epoch, same in ((2, (True, True)), (3, (False, False))):
-        job = drafts.job(Visit(9, epoch, PROMPTS[2]), 3, 1)
-        assert job.drafts == (((8, 9), (10,)), ((7,),))
-        assert (job.same_noise, job.noise, job.first) == (same, epoch // 3, 1)
-    drafts.observe(group(2, 3, [[8]]))
-    assert drafts.job(Visit(9, 3, PROMPTS[2]), 3, 1).same_noise == (True, False), "the other one has older noise"
+    assert drafts.job(Visit(9, 2, PROMPTS[2]), 3, 1) == Job(Visit(9, 2, PROMPTS[2]), 3, "train", 1, (((8, 9), (10,)),))
     assert drafts_of(drafts, Visit(9, 2, PROMPTS[3])) == ()
     off = Drafts()
     off.observe(group(2, 0, [[5, 6]]))
@@ -178,50 +172,18 @@ def test_drafts_are_the_turns_of_the_last_rollouts() -> None:
     assert off.job(Visit(9, 7, PROMPTS[2]), 3, 0) == Job(Visit(9, 7, PROMPTS[2]), 3)
 
 
-def test_a_second_visit_in_a_step_has_noise_of_its_own() -> None:
-    """The policy is the same: with the same noise it would sample the same."""
-    drafts = Drafts(epochs=8)
-    noises = []
-    for number, epoch in enumerate((0, 7, 8)):
-        drafts.end_step()
-        noises.append(drafts.job(Visit(number, epoch, PROMPTS[2]), 2, 0).noise)
-    drafts.end_step()
-    first = drafts.job(Visit(8, 0, PROMPTS[2]), 2, 0)
-    again = drafts.job(Visit(9, 1, PROMPTS[2]), 2, 0)  # also while the first one is in flight
-    drafts.observe(group(2, 0, [[5, 6]]))
-    assert drafts.job(Visit(8, 0, PROMPTS[2]), 1, 2).noise == first.noise, "siblings that join it"
-    later = drafts.job(Visit(10, 2, PROMPTS[2]), 2, 0)
-    assert (later.drafts, later.same_noise) == ((((5, 6),),), (False,))
-    assert len({first.noise, again.noise, later.noise}) == 3
-    assert noises[0] == noises[1]
-    assert len({*noises, again.noise}) == 3
-    drafts.end_step()
-    assert drafts.job(Visit(9, 1, PROMPTS[2]), 2, 0).noise == noises[0]
-
-
-def test_with_new_noise_in_every_epoch_the_noise_is_that_of_a_run_without_drafts() -> None:
-    drafts = Drafts(epochs=1)
-    drafts.observe(group(2, 0, [[5, 6]]))
-    for epoch in (0, 1, 7):
-        job = drafts.job(Visit(9, epoch, PROMPTS[2]), 2, 0)
-        assert (job.drafts, job.same_noise, job.noise) == ((((5, 6),),), (False,), epoch)
-
-
 def test_siblings_that_join_a_group_have_drafts_from_it() -> None:
-    drafts = Drafts(epochs=1)
+    drafts = Drafts(on=True)
     for epoch, tokens in ((0, [[1], [2], [3]]), (1, [[5, 6], [7, 8]])):
         drafts.observe(group(2, epoch, tokens))
     assert drafts.job(Visit(9, 1, PROMPTS[2]), 2, 2).drafts == (((5, 6),), ((7, 8),))
-    same_noise = Drafts(epochs=4)
-    for epoch, tokens in ((3, [[1], [2], [3]]), (4, [[5, 6], [7, 8]])):
-        same_noise.observe(group(2, epoch, tokens))
-    job = same_noise.job(Visit(9, 4, PROMPTS[2]), 2, 2)
-    assert (job.drafts, job.same_noise) == ((((5, 6),), ((7, 8),), ((3,),)), (True, True, False))
+    whole = group(2, 1, [[5, 6], [7, 8], [9]])
+    drafts.observe(replace(whole, rollouts=whole.rollouts[2:]))
+    assert drafts.job(Visit(9, 2, PROMPTS[2]), 2, 0).drafts == (((5, 6),), ((7, 8),), ((9,),))
 
 
-@pytest.mark.parametrize("epochs", [1, 4])
-def test_a_visit_that_fails_takes_no_drafts_away(epochs: int) -> None:
-    drafts = Drafts(epochs)
+def test_a_visit_that_fails_takes_no_drafts_away() -> None:
+    drafts = Drafts(on=True)
     drafts.observe(group(2, 0, [[5, 6], [7, 8]]))
     before = drafts.state_dict()
     failed = group(2, 1, [[], []])
@@ -236,24 +198,20 @@ DRAFTS: tuple[Draft, ...] = (((1, 2), (3,), (4,)), ((1, 2), (3,), (5, 6)), ((1, 
 
 
 @pytest.mark.parametrize(
-    ("number", "said", "same_noise", "wanted"),
+    ("said", "wanted"),
     [
-        (3, (), False, (1, 2)),  # the most frequent
-        (3, (), True, (8,)),  # its own
-        (2, (), True, (1, 9)),
-        (9, (), True, (1, 2)),  # it has none of its own
-        (0, ((1, 2), (3,)), False, (4,)),  # what followed these turns
-        (0, ((1, 9), (3,)), False, (5, 7)),
-        (0, ((7,), (1, 2)), False, (3,)),  # what mostly followed the last turn
-        (0, ((7,), (9,)), False, ()),
-        (1, ((7,), (9,)), True, (5, 6)),
-        (1, ((1, 2), (3,), (5, 6)), True, ()),
+        ((), (1, 2)),  # the most frequent
+        (((1, 2), (3,)), (4,)),  # what followed these turns
+        (((1, 9), (3,)), (5, 7)),
+        (((7,), (1, 2)), (3,)),  # what mostly followed the last turn
+        (((7,), (9,)), ()),
+        (((1, 2), (3,), (5, 6)), ()),
     ],
 )
-def test_a_turn_is_guessed(number: int, said: Draft, same_noise: bool, wanted: tuple[int, ...]) -> None:
-    job = Job(Visit(0, 0, PROMPTS[0]), 4, drafts=DRAFTS, same_noise=(same_noise,) * 4)
-    flight = Flight(job, siblings_of(replace(job, size=10), greedy=False), [])
-    sibling = flight.siblings[number]
+def test_a_turn_is_guessed(said: Draft, wanted: tuple[int, ...]) -> None:
+    job = Job(Visit(0, 0, PROMPTS[0]), 4, drafts=DRAFTS)
+    flight = Flight(job, siblings_of(job, greedy=False), [])
+    sibling = flight.siblings[0]
     speak(sibling, said)
     assert flight.draft(sibling) == wanted
     assert replace(flight, job=replace(job, drafts=())).draft(sibling) == ()
@@ -294,20 +252,18 @@ def test_the_likeliest_draft() -> None:
 
 def test_the_oldest_drafts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("winnow.sampler.drafts.MOST_BYTES", 4 * (ROLLOUT_BYTES + TURN_BYTES + 10))
-    drafts = Drafts(epochs=8)
+    drafts = Drafts(on=True)
     for ordinal in (0, 1, 0, 2):
         drafts.observe(group(ordinal, 0, [[1, 2, 3], [4, 5]]))
-    drafts.end_step()
     assert [bool(drafts_of(drafts, Visit(9, 1, PROMPTS[i]))) for i in range(3)] == [True, False, True]
 
 
 def test_drafts_survive_a_checkpoint_and_a_message() -> None:
-    drafts = Drafts(epochs=2)
+    drafts = Drafts(on=True)
     for ordinal in range(5):
         drafts.observe(group(ordinal, ordinal % 2, [[ordinal] * (1 + k) for k in range(ordinal)]))
     drafts.observe(group(5, 1, [[1, 2, 3, 4], [5, 6, 7, 8]], ((0, 1), (2, 4))))
-    drafts.end_step()
-    again = Drafts(epochs=2)
+    again = Drafts(on=True)
     again.load(DraftsState.of(json.loads(json.dumps(drafts.state_dict()))))
     assert again.state_dict() == drafts.state_dict()
     for ordinal in range(7):

@@ -181,12 +181,3 @@ def test_the_command(profile: Path, tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert found["tokens"] == 7 * found["rollouts"]
     assert "share_of_oracle" in CliRunner().invoke(app, asked).stdout
-
-
-def test_blocks_let_a_posterior_know_the_prompts_of_a_short_run(profile: Path) -> None:
-    """In one epoch a selector has seen no prompt before; in blocks most visits are to known ones."""
-    plain = simulate(config(selector="bayes"), profile)
-    blocks = simulate(config(selector="bayes", blocks={"prompts": 24, "passes": 4}), profile)
-    assert plain["visits"] == 120, "one epoch"
-    assert blocks["visits"] > 120, "others are skipped"
-    assert blocks["share_of_oracle"] > 1.2 * plain["share_of_oracle"]

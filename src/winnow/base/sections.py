@@ -59,21 +59,6 @@ class ReuseConfig(BaseModel):
     audit: float = Field(0.0, ge=0, le=1)
 
 
-class SpeculativeConfig(BaseModel):
-    """Drafts from earlier rollouts; leave `speculative` out to decode every token."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    epochs: int = Field(1, ge=1)
-
-
-class BlocksConfig(BaseModel):
-    """Several passes over a block of prompts before the next one; leave `blocks` out to pass over all in turn."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    prompts: int = Field(256, ge=1)
-    passes: int = Field(4, ge=2)
-
-
 class SuccessConfig(BaseModel):
     """Definition of a right answer: a reward of at least `at_least`, of one function or of the weighted sum of all."""
 

@@ -40,7 +40,7 @@ except ImportError:
 
 METHODS = frozenset(
     ("selector", "rollout_batch", "group_size", "filter", "gates", "advantage", "step_scale", "audit", "engine")
-) | {"blocks", "max_failed_share", "max_skipped_steps", "success"}
+) | {"max_failed_share", "max_skipped_steps", "success"}
 """Winnow's own arguments, with values as in its configuration."""
 
 
@@ -71,8 +71,8 @@ def _row_of(prompt: Prompt) -> dict[str, Any]:
 class WinnowGRPOTrainer(GRPOTrainer):
     """TRL's `GRPOTrainer` with Winnow's methods; all other arguments are TRL's.
 
-    - `selector`, `blocks`, `rollout_batch`, `group_size`, `filter`, `gates`, `advantage`, `step_scale`, `audit`: as in
-      Winnow's configuration, names or `{name: ..., options}`. Without `advantage` TRL's own advantages are kept.
+    - `selector`, `rollout_batch`, `group_size`, `filter`, `gates`, `advantage`, `step_scale`, `audit`: as in Winnow's
+      configuration, names or `{name: ..., options}`. Without `advantage` TRL's own advantages are kept.
     - `success`: what counts as right. `max_failed_share`, `max_skipped_steps`: when the run ends; without them it
       continues as TRL does.
     - `engine`: Winnow's `local` or `vllm` generates instead of TRL, as gates and environments require.

@@ -161,7 +161,7 @@ class LoopInTrl:
                 f"has it, or {instead}"
             )
         state, now = load_state_in_trl(path), as_saved(self.config)
-        kept = {*METHODS, "audit", "blocks", "seed", "success"} - MAY_CHANGE_ON_RESUME
+        kept = {*METHODS, "audit", "seed", "success"} - MAY_CHANGE_ON_RESUME
         changed = [key for key in sorted(kept) if state["config"].get(key) != now.get(key)]
         if changed or state["task"] != self._task.fingerprint():
             what = ", ".join(changed) or "train_dataset"

@@ -225,15 +225,12 @@ class Flight:
         return [s for s in self.siblings if not s.rollout.greedy]
 
     def draft(self, sibling: Sibling) -> tuple[int, ...]:
-        """Return a guess of a sibling's next turn: its own draft if the noise is the same, else the likeliest one.
+        """Return a guess of a sibling's next turn: the likeliest of those that followed the same turns.
 
-        That is one of those that followed the same turns, or at least the same last turn, in a draft or in this group.
+        Or at least the same last turn, in a draft or in this group.
         """
-        drafts, number, turn = self.job.drafts, sibling.rollout.sibling, len(sibling.rollout.turns)
-        own = drafts[number : number + 1] if any(self.job.same_noise[number : number + 1]) else ()
-        if own and turn < len(own[0]):
-            return own[0][turn]
-        said, turns = tuple(sibling.said), [*drafts, *(tuple(s.said) for s in self.siblings)]
+        turn = len(sibling.rollout.turns)
+        said, turns = tuple(sibling.said), [*self.job.drafts, *(tuple(s.said) for s in self.siblings)]
         alike = [draft[turn] for draft in turns if draft[:turn] == said and turn < len(draft)]
         after = [b for draft in turns for a, b in pairwise(draft) if a == said[-1]] if said and not alike else []
         return likeliest(alike or after)

@@ -121,8 +121,7 @@ class RolloutRunner:
     def _submit(self, flight: Flight, sibling: Sibling) -> None:
         visit, rollout, o = flight.visit, sibling.rollout, self.options[flight.job.purpose]
         stream = STREAMS[flight.job.purpose]
-        noise = visit.epoch if flight.job.noise is None else flight.job.noise
-        key = noise_key(o.seed, stream, visit.prompt.ordinal, noise, rollout.sibling, len(rollout.turns))
+        key = noise_key(o.seed, stream, visit.prompt.ordinal, visit.epoch, rollout.sibling, len(rollout.turns))
         context = sibling.context()
         left = o.params.max_tokens - sibling.length
         if o.context_length is not None:

@@ -99,7 +99,7 @@ def rollout_options(
         return RolloutOptions(params, c.max_prompt_length, c.seed, **more)
 
     return {
-        "train": options(train, greedy_baseline=greedy_baseline, drafts=c.speculative is not None),
+        "train": options(train, greedy_baseline=greedy_baseline, drafts=c.speculative),
         "eval": options(evaluation, report=report),
         "greedy": options(greedy),
         "profile": options(train),

@@ -93,13 +93,6 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
         group_size.begin(prompts, judge)
     with _errors_of("selector"):
         selector: StreamSelector = options["selector"][0].build(prompts, c.seed, judge)
-    if c.blocks is not None:
-        if c.blocks.prompts >= len(prompts):
-            raise ConfigError(
-                f"blocks: prompts: {c.blocks.prompts} has no effect on a data set of {len(prompts)}; lower it, or "
-                "remove blocks"
-            )
-        _stream("blocks: cannot order the visits", selector).in_blocks(c.blocks.prompts, c.blocks.passes)
     return Methods(
         selector=selector if c.audit is None else _audited(c, c.audit, selector, judge),
         rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),
@@ -197,18 +190,13 @@ def _all_of(c: RunConfig, filters: Sequence[Filter]) -> Filter:
         return AllOf(list(zip(names, filters, strict=True)))
 
 
-def _stream(what: str, selector: StreamSelector) -> StreamSelector:
-    """Raise ConfigError, which begins with `what`, for a selector of the user's own that is no stream."""
+def _audited(c: RunConfig, audit: AuditConfig, selector: StreamSelector, judge: GroupJudge) -> StreamSelector:
     if not isinstance(selector, StreamSelector):
         raise ConfigError(
-            f"{what} of a {type(selector).__name__}; derive it from winnow.methods.select.StreamSelector, or remove "
-            f"{what.partition(':')[0]}"
+            f"audit: cannot override the skips of a {type(selector).__name__}; derive it from "
+            "winnow.methods.select.StreamSelector, or remove audit"
         )
-    return selector
-
-
-def _audited(c: RunConfig, audit: AuditConfig, selector: StreamSelector, judge: GroupJudge) -> StreamSelector:
-    if _stream("audit: cannot override the skips", selector).skips:
+    if selector.skips:
         rule = RuleAudit(name_of(c.selector), audit.epsilon, audit.max_signal_loss, seed=c.seed)
         return cast(StreamSelector, AuditedSelector(selector, rule, judge))
     if not c.gates:
@@ -284,5 +272,5 @@ def build_collector(
         limits=limits or Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions),
         gates=m.gates,
         reuse=reuse,
-        drafts=Drafts(c.speculative.epochs if c.speculative else None),
+        drafts=Drafts(c.speculative),
     )

@@ -34,7 +34,7 @@ def choose_engine(c: RunConfig, parameters: int, device: str) -> tuple[MethodSpe
         why = f"vLLM has no option {min(unknown)}"
     elif uncorrected(c):
         why = "policy_loss: plain without a correction needs an engine that rounds as the learner does"
-    elif c.speculative is not None:
+    elif c.speculative:
         why = "speculative needs an engine that reads drafts"
     elif parameters < PAYS_FROM:
         why = f"vLLM pays off from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"

@@ -51,8 +51,8 @@ def job_state(job: Job) -> dict[str, Any]:
     """Encode a job as plain JSON values; its prompt by ordinal."""
     turns = [np.array(turn, np.int32) for draft in job.drafts for turn in draft]
     drafts = {"turns": [len(draft) for draft in job.drafts], "tokens": pack_all(turns)} if turns else None
-    plain = {"size": job.size, "purpose": job.purpose, "first": job.first, "drafts": drafts, "noise": job.noise}
-    return {"visit": visit_state(job.visit), "same_noise": list(job.same_noise)} | plain
+    plain = {"size": job.size, "purpose": job.purpose, "first": job.first, "drafts": drafts}
+    return {"visit": visit_state(job.visit)} | plain
 
 
 def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Job:
@@ -62,8 +62,7 @@ def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Jo
     if packed := state["drafts"]:
         turns = iter([tuple(turn.tolist()) for turn in unpack_all(packed["tokens"]) if turn is not None])
         drafts = tuple(tuple(islice(turns, n)) for n in packed["turns"])
-    same = tuple(state["same_noise"])
-    return Job(visit, state["size"], state["purpose"], state["first"], drafts, same, state["noise"])
+    return Job(visit, state["size"], state["purpose"], state["first"], drafts)
 
 
 def visit_state(visit: Visit) -> list[Any]:

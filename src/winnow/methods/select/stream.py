@@ -28,9 +28,6 @@ class StreamState(State, extra="ignore"):  # subclasses have keys of their own
 class StreamSelector(Stateful):
     """Every prompt once per epoch, in an order that is a function of (seed, epoch) alone, or in that of `order_N`.
 
-    With `blocks` a block of prompts is passed over several times before the next one. The epoch of a visit is then the
-    number of passes over its prompt so far.
-
     A subclass overrides `keeps`, and `verdict_on` to give the reason; without them nothing is skipped.
     """
 
@@ -47,52 +44,37 @@ class StreamSelector(Stateful):
         self.visits = 0
         self.skipped = 0
         """Visits skipped since the last `end_step`."""
-        self.block, self.passes = len(prompts), 1
-        """Prompts of a block, and passes over it before the next one."""
-        self._order, self._order_round = self._order_of(0), 0
+        self._order, self._order_epoch = self._order_of(0), 0
 
     @property
     def skips(self) -> bool:
         """Whether it may skip visits."""
         return type(self).keeps is not StreamSelector.keeps
 
-    def in_blocks(self, size: int, passes: int) -> None:
-        """Pass over so many prompts so many times before the next ones."""
-        self.block, self.passes = size, passes
-
-    def _order_of(self, number: int) -> np.ndarray:
-        """Return the order of all prompts in a round, int32 [N]: in an epoch, or with blocks in `passes` of them."""
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """Return the order of all prompts in an epoch, int32 [N]."""
         if self._fixed_N is not None:
             return self._fixed_N
-        return np.random.default_rng((self.seed, number)).permutation(len(self.prompts)).astype(np.int32)
-
-    def _place(self) -> tuple[int, int, int, int]:
-        """Return the round, pass, place in the pass, and first prompt of the block of the next visit."""
-        number, visit = divmod(self.visits, len(self.prompts) * self.passes)
-        begin = visit // (self.block * self.passes) * self.block
-        again, place = divmod(visit - begin * self.passes, min(self.block, len(self.prompts) - begin))
-        return number, again, place, begin
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.prompts)).astype(np.int32)
 
     @property
     def epoch(self) -> int:
         """The epoch of the next visit."""
-        number, again, *_ = self._place()
-        return number * self.passes + again
+        return self.visits // len(self.prompts)
 
     def select(self, n: int) -> list[Visit]:
         """Return the next visits in stream order: `n` to roll out, and the skipped ones between them.
 
-        Skipped visits have `verdict.keep` False. Returns fewer than `n` only if all passes over all prompts, and 10,000
-        visits, were skipped in a row. Costs array operations per visit checked and one object per visit passed.
+        Skipped visits have `verdict.keep` False. Returns fewer than `n` only if a whole epoch, and 10,000 visits, were
+        skipped in a row. Costs array operations per visit checked and one object per visit passed.
         """
         visits: list[Visit] = []
         missing, in_a_row = n, 0
-        while missing > 0 and in_a_row < max(PATIENCE, len(self.prompts) * self.passes):
-            number, again, place, begin = self._place()
-            epoch = number * self.passes + again
-            if number != self._order_round:
-                self._order, self._order_round = self._order_of(number), number
-            ordinals = self._order[begin : begin + self.block][place:][: max(LOOK_AHEAD, 2 * missing)]
+        while missing > 0 and in_a_row < max(PATIENCE, len(self.prompts)):
+            epoch, position = divmod(self.visits, len(self.prompts))
+            if epoch != self._order_epoch:
+                self._order, self._order_epoch = self._order_of(epoch), epoch
+            ordinals = self._order[position : position + max(LOOK_AHEAD, 2 * missing)]
             own = self.keeps(ordinals, epoch)
             drawn = np.zeros_like(own) if self.audit is None else self.audit.overrides().draws(ordinals, epoch)
             keeps = own | drawn
@@ -149,5 +131,4 @@ class StreamSelector(Stateful):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._order_round = self._place()[0]
-        self._order = self._order_of(self._order_round)
+        self._order, self._order_epoch = self._order_of(self.epoch), self.epoch

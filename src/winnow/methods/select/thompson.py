@@ -59,17 +59,16 @@ class ThompsonSelector(StreamSelector):
         """Number of the last visit that was kept: the rest of its set is skipped."""
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        """Decide by whole sets of candidates, which begin at multiples of `candidates` in a block."""
+        """Decide by whole sets of candidates, which begin at multiples of `candidates` in the epoch's order."""
         n = self.options.candidates
-        *_, start, begin = self._place()
-        begun = self.visits - start
-        order = self._order[begin : begin + self.block]
+        begun = self.visits - self.visits % len(self.prompts)
+        start = self.visits - begun
         keeps_N = np.zeros(len(ordinals_N), dtype=bool)
         for first in range(start - start % n, start + len(ordinals_N), n):
             if self.kept_at >= begun + first:
                 continue
-            noise = np.random.default_rng((self.seed, SELECT_STREAM, epoch, begin + first))
-            candidates = order[first : first + n]
+            noise = np.random.default_rng((self.seed, SELECT_STREAM, epoch, first))
+            candidates = self._order[first : first + n]
             rates = noise.beta(1 + self.right_N[candidates], 1 + self.wrong_N[candidates])
             passed = max(0, start - first)  # by a call before, when another candidate was nearer
             chosen = first + passed + int(np.abs(rates[passed:] - self.options.target).argmin()) - start
