@@ -13,39 +13,33 @@ import tables as t
 from families import thrifty_claims as thrifty
 from families.base import Said
 
-BEST = {
-    "countdown": ("thrifty-shared-linear", 2),
-    "chain": ("thrifty-shared-twice-linear", 1),
-    "alfworld": ("thrifty-shared-twice", 0.5),
-    "smollm2": ("thrifty-shared-twice", 1),
+COMPOSITIONS: dict[str, tuple[tuple[str, float], ...]] = {
+    "chain": (("thrifty-shared-twice-linear", 1),),
+    "smollm2": (("thrifty-shared-twice", 1),),
+    "countdown": (("mopps-shared", 2), ("thrifty-shared-linear", 2)),
+    "alfworld": (("thrifty-shared-twice", 0.5),),
 }
-"""Task -> the composition that is reported, and its rate."""
-BASES = (*thrifty.BASES, *thrifty.TWINS.values())
-DAPO = {"countdown": 2, "chain": 1, "alfworld": 2, "smollm2": 2}
+"""Task -> compositions and their rates."""
+DAPO = {"chain": 1, "smollm2": 2, "countdown": 2, "alfworld": 2}
 """The base's best rate."""
 
 
 def tables(said: Said) -> dict[str, str]:
     runs = said["runs"]
+    arms = list(dict.fromkeys(arm for of_task in COMPOSITIONS.values() for arm, _ in of_task))
+    twins = list(thrifty.TWINS.values())
+    peers = (*thrifty.PEERS[:-1], "greso", *(arm for arm, _ in COMPOSITIONS["countdown"]))
     made = {
-        "shared": thrifty.against(
-            runs, list(dict.fromkeys(arm for arm, _ in BEST.values())), BASES, list(BEST), smooth=False
-        )
+        "shared": thrifty.against(runs, arms, (*thrifty.BASES, *twins), list(COMPOSITIONS), smooth=False),
+        "shared-peers": thrifty.against(runs, peers, twins, ["countdown"], smooth=False),
     }
-    made["shared-peers"] = thrifty.against(
-        runs,
-        (*thrifty.PEERS, "greso", "thrifty-shared-linear"),
-        list(thrifty.TWINS.values()),
-        ["countdown"],
-        smooth=False,
-    )
-    for name in BEST:
+    for name in COMPOSITIONS:
         task = thrifty.Task(name, runs, smooth=False)
         found = {
             thrifty.name_of(arm, rate, name): task.of(arm, rate) for arm in thrifty.METHODS for rate in thrifty.RATES
         }
         for table, tuning in ((f"shared-{name}", False), (f"shared-rates-{name}", True)):
-            rows = {arm: [run for run in of if (run["seed"] == thrifty.TUNING) is tuning] for arm, of in found.items()}
+            rows = {arm: [run for run in of if (run["seed"] in thrifty.TUNING) is tuning] for arm, of in found.items()}
             if rows := {arm: of for arm, of in rows.items() if of}:
                 made[table] = t.table_of(rows, task.columns()[: -len(task.to_levels())])
     return made
@@ -59,11 +53,11 @@ def draw(said: Said, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
-    for name, axis in zip(BEST, axes.flat, strict=True):
+    for name, axis in zip(COMPOSITIONS, axes.flat, strict=True):
         task = thrifty.Task(name, said["runs"], smooth=False)
-        drawn = [(thrifty.BASE, DAPO[name]), (thrifty.TWINS[thrifty.BASE], DAPO[name]), BEST[name]]
-        for number, (arm, rate) in enumerate(drawn):
-            if curves := [run["curve"] for run in task.of(arm, rate) if run["seed"] != thrifty.TUNING]:
+        bases = [(arm, DAPO[name]) for arm in (thrifty.BASE, thrifty.TWINS[thrifty.BASE])]
+        for number, (arm, rate) in enumerate([*bases, *COMPOSITIONS[name]]):
+            if curves := [run["curve"] for run in task.of(arm, rate) if run["seed"] not in thrifty.TUNING]:
                 tokens = np.linspace(0, min(curve[-1][1] for curve in curves), 60)
                 passed = np.mean([[thrifty.at_tokens(curve, x) for x in tokens] for curve in curves], axis=0)
                 axis.plot(tokens / 1e6, passed, f"C{number}", label=f"{arm} (n={len(curves)})")
@@ -78,6 +72,8 @@ FAMILY = replace(
     tables=tables,
     draw=draw,
     default=tuple(
-        thrifty.name_of(arm, rate, task) for task in BEST for arm, rate in (BEST[task], (thrifty.BASE, DAPO[task]))
+        thrifty.name_of(arm, rate, task)
+        for task, of_task in COMPOSITIONS.items()
+        for arm, rate in ((thrifty.BASE, DAPO[task]), *of_task)
     ),
 )

@@ -1,6 +1,6 @@
 """Arms at several learning rates, on several tasks: what a tuned DAPO needs, and what is saved on it.
 
-Rates are chosen on `TUNING`, a seed that is not reported.
+Rates are chosen on `TUNING`, seeds that are not reported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from families.gate_claims import START as ROOMS
 from runs import Run
 from tables import SEEDS, Column, Figures, Summary
 
-TUNING = 9
+TUNING = (9, 8)
+"""Most arms were run on the first alone."""
 RATES = (0.25, 0.5, 1, 2, 4)
 """In units of the task's. Not every arm has been run at each."""
 FIXED = ("rollout_batch.name=fixed", "rollout_batch.surplus=discard")
@@ -73,6 +74,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "thrifty": (*BAYES, *SMALL),
     "thrifty-4": (*BAYES, "prompts_per_step=4"),
     "thrifty-knapsack": (*BAYES, *SMALL, *KNAPSACK),
+    "bayes-shared": (*BAYES, *DRAFTS),
+    "mopps-shared": ("selector=thompson", *ROUNDS, *DRAFTS),
     "thrifty-shared": (*BAYES, *SMALL, *DRAFTS),
     "thrifty-shared-linear": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
     "thrifty-shared-linear-long": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
@@ -209,7 +212,7 @@ class Task:
         return self.runs.get(name_of(arm, rate, self.name), [])
 
     def best_rate(self, arm: str) -> float | None:
-        curves = {rate: run["curve"] for rate in RATES for run in self.of(arm, rate) if run["seed"] == TUNING}
+        curves = {rate: run["curve"] for rate in RATES for run in self.of(arm, rate) if run["seed"] == TUNING[0]}
         if not curves:
             run_at = [rate for rate in RATES if self.of(arm, rate)]
             return run_at[0] if len(run_at) == 1 else None
@@ -306,8 +309,8 @@ def tables(said: Said) -> dict[str, str]:
         task = Task(name, said["runs"])
         every = {name_of(arm, rate, name): task.of(arm, rate) for arm in METHODS for rate in RATES}
         best = {name_of(arm, rate, name): task.of(arm, rate) for arm, rate in task.rates.items()}
-        tuning = {arm: [run for run in found if run["seed"] == TUNING] for arm, found in every.items()}
-        counted = {arm: [run for run in found if run["seed"] != TUNING] for arm, found in best.items()}
+        tuning = {arm: [run for run in found if run["seed"] in TUNING] for arm, found in every.items()}
+        counted = {arm: [run for run in found if run["seed"] not in TUNING] for arm, found in best.items()}
         for table, rows in ((f"rates-{name}", tuning), (f"thrifty-{name}", counted)):
             if shown := {arm: found for arm, found in rows.items() if found}:
                 made[table] = t.table_of(shown, task.columns())
@@ -326,7 +329,7 @@ def against(
             columns = pairs.paired_columns()
             for arm in arms if pairs.base else ():
                 found = pairs.of(arm, pairs.rates[arm]) if arm != base and arm in pairs.rates else []
-                if found := [run for run in found if run["seed"] != TUNING and run["seed"] in pairs.base]:
+                if found := [run for run in found if run["seed"] not in TUNING and run["seed"] in pairs.base]:
                     names = [name_of(name, pairs.rates[name], task) for name in (arm, base)]
                     rows.append([*names, *(column.cell(found, pairs.base_runs) for column in columns)])
     return t.markdown(["arm", "compared with", *(column.head for column in columns)], rows)
