@@ -186,9 +186,7 @@ def write_figures(family: Family, options: argparse.Namespace) -> None:
     if options.docs:
         made = family.tables(said)
         fill(options.docs, {name: made[name] for name in options.tables or made})
-    if options.picture:
-        if family.draw is None:
-            raise SystemExit("--picture: this family has none")
+    if options.picture and family.draw is not None:
         family.draw(said, options.picture)
 
 
@@ -217,6 +215,8 @@ def read_options() -> tuple[argparse.Namespace, Family]:
     known = family.by_name()
     if unknown := set(options.arms or ()) - set(known):
         parser.error(f"unknown arms {sorted(unknown)}; known: {', '.join(known)}")
+    if options.picture and family.draw is None:
+        parser.error("--picture: this family has none")
     if options.no_runs and options.out is None:
         parser.error("--no-runs reads figures: name their file with --out")
     options.arms = options.arms or list(family.default or known)

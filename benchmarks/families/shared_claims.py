@@ -12,7 +12,23 @@ import numpy as np
 import tables as t
 from families import thrifty_claims as thrifty
 from families.base import Said
+from runs import Run
+from tables import Figures
 
+DRAFTS = ("speculative=true",)
+SMALL = (*thrifty.BAYES, *thrifty.SMALL, *DRAFTS)
+TWICE = (*SMALL, *thrifty.TWICE, *thrifty.CLIP)
+METHODS = thrifty.METHODS | {
+    "bayes-shared": (*thrifty.BAYES, *DRAFTS),
+    "mopps-shared": ("selector=thompson", *thrifty.ROUNDS, *DRAFTS),
+    "thrifty-shared": SMALL,
+    "thrifty-shared-linear": (*SMALL, *thrifty.LINEAR),
+    "thrifty-shared-linear-long": (*SMALL, *thrifty.LINEAR),
+    "thrifty-shared-medium-linear": (*thrifty.BAYES, *thrifty.MEDIUM, *DRAFTS, *thrifty.LINEAR),
+    "thrifty-shared-wide-linear": (*SMALL, *thrifty.WIDE, *thrifty.LINEAR),
+    "thrifty-shared-twice": TWICE,
+    "thrifty-shared-twice-linear": (*TWICE, *thrifty.LINEAR),
+}
 COMPOSITIONS: dict[str, tuple[tuple[str, float], ...]] = {
     "chain": (("thrifty-shared-twice-linear", 1),),
     "smollm2": (("thrifty-shared-twice", 1),),
@@ -22,21 +38,41 @@ COMPOSITIONS: dict[str, tuple[tuple[str, float], ...]] = {
 """Task -> compositions and their rates."""
 DAPO = {"chain": 1, "smollm2": 2, "countdown": 2, "alfworld": 2}
 """The base's best rate."""
+TWINS = {thrifty.BASE: "dapo-fixed-shared", "dapo": "dapo-shared"}
+"""Base, of which all sampled tokens count, as in an engine that does not share -> the same runs, those decoded."""
+
+
+def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
+    new: Figures = {}
+    for task in thrifty.TASKS:
+        for rate in thrifty.RATES:
+            for arm in METHODS:
+                found = runs.get(thrifty.name_of(arm, rate, task), [])
+                for name, decoded in ((arm, arm not in thrifty.BASES), (TWINS.get(arm), True)):
+                    if name:
+                        figures = [thrifty.summary(run, decoded=decoded) for run in found]
+                        new[thrifty.name_of(name, rate, task)] = figures
+    return said | {"runs": t.merged(said.get("runs", {}), new, list(new))}
+
+
+def task_of(name: str, runs: Figures, base: str = thrifty.BASE) -> thrifty.Task:
+    rates = dict.fromkeys([*METHODS, *TWINS.values()], DAPO[name]) | dict(COMPOSITIONS[name])
+    return thrifty.Task(name, runs, base, smooth=False, rates=rates)
 
 
 def tables(said: Said) -> dict[str, str]:
     runs = said["runs"]
     arms = list(dict.fromkeys(arm for of_task in COMPOSITIONS.values() for arm, _ in of_task))
-    twins = list(thrifty.TWINS.values())
-    peers = (*thrifty.PEERS[:-1], "greso", *(arm for arm, _ in COMPOSITIONS["countdown"]))
-    made = {
-        "shared": thrifty.against(runs, arms, (*thrifty.BASES, *twins), list(COMPOSITIONS), smooth=False),
-        "shared-peers": thrifty.against(runs, peers, twins, ["countdown"], smooth=False),
-    }
+    peers = [*thrifty.PEERS[:-1], "greso", *(arm for arm, _ in COMPOSITIONS["countdown"])]
+    every = [task_of(name, runs, base) for name in COMPOSITIONS for base in (*thrifty.BASES, *TWINS.values())]
+    shared = [task_of("countdown", runs, base) for base in TWINS.values()]
+    made = {"shared": thrifty.paired(every, arms), "shared-peers": thrifty.paired(shared, peers)}
     for name in COMPOSITIONS:
-        task = thrifty.Task(name, runs, smooth=False)
+        task = task_of(name, runs)
         found = {
-            thrifty.name_of(arm, rate, name): task.of(arm, rate) for arm in thrifty.METHODS for rate in thrifty.RATES
+            thrifty.name_of(arm, rate, name): task.of(arm, rate)
+            for arm in (*TWINS, *TWINS.values(), *METHODS)
+            for rate in thrifty.RATES
         }
         for table, tuning in ((f"shared-{name}", False), (f"shared-rates-{name}", True)):
             rows = {arm: [run for run in of if (run["seed"] in thrifty.TUNING) is tuning] for arm, of in found.items()}
@@ -54,8 +90,8 @@ def draw(said: Said, path: Path) -> None:
 
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
     for name, axis in zip(COMPOSITIONS, axes.flat, strict=True):
-        task = thrifty.Task(name, said["runs"], smooth=False)
-        bases = [(arm, DAPO[name]) for arm in (thrifty.BASE, thrifty.TWINS[thrifty.BASE])]
+        task = task_of(name, said["runs"])
+        bases = [(arm, DAPO[name]) for arm in (thrifty.BASE, TWINS[thrifty.BASE])]
         for number, (arm, rate) in enumerate([*bases, *COMPOSITIONS[name]]):
             if curves := [run["curve"] for run in task.of(arm, rate) if run["seed"] not in thrifty.TUNING]:
                 tokens = np.linspace(0, min(curve[-1][1] for curve in curves), 60)
@@ -69,6 +105,9 @@ def draw(said: Said, path: Path) -> None:
 
 FAMILY = replace(
     thrifty.FAMILY,
+    work="shared",
+    arms=tuple(thrifty.arms(METHODS)),
+    collect=collect,
     tables=tables,
     draw=draw,
     default=tuple(

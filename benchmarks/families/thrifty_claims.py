@@ -6,7 +6,7 @@ Rates are chosen on `TUNING`, seeds that are not reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,15 +37,12 @@ HARD = ("group_size={name: sequential, probe: 4, hard_size: 16}",)
 KNAPSACK = ("group_size={name: allocate, value: knapsack}",)
 ACTIVE = ("num_generations=4", "filter={name: zero_variance, refill: false}")
 ADAPTIVE_K = ("group_size={name: adaptive_k, tau: 0.5, window: 5}",)
-DRAFTS = ("speculative=true",)
 LINEAR = ("lr_scheduler_type=linear",)
 ORACLE = ("selector={name: pass_rate, low: 0.1, high: 0.9, refresh_steps: 100}", "rollout_batch=adaptive", "max_lag=1")
 """Knows every pass rate: all prompts are rolled out 16 times every 100 steps, which costs it nothing here."""
 METHODS: dict[str, tuple[str, ...]] = {
     "dapo-fixed": FIXED,
-    "dapo-fixed-shared": FIXED,  # never run: see TWINS
     "dapo": (),
-    "dapo-shared": (),
     "dapo-small": (*FIXED, *SMALL),
     "dapo-fixed-linear": (*FIXED, *LINEAR),
     "dapo-fixed-linear-half": (*FIXED, *LINEAR),
@@ -74,15 +71,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "thrifty": (*BAYES, *SMALL),
     "thrifty-4": (*BAYES, "prompts_per_step=4"),
     "thrifty-knapsack": (*BAYES, *SMALL, *KNAPSACK),
-    "bayes-shared": (*BAYES, *DRAFTS),
-    "mopps-shared": ("selector=thompson", *ROUNDS, *DRAFTS),
-    "thrifty-shared": (*BAYES, *SMALL, *DRAFTS),
-    "thrifty-shared-linear": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
-    "thrifty-shared-linear-long": (*BAYES, *SMALL, *DRAFTS, *LINEAR),
-    "thrifty-shared-medium-linear": (*BAYES, *MEDIUM, *DRAFTS, *LINEAR),
-    "thrifty-shared-wide-linear": (*BAYES, *SMALL, *DRAFTS, *WIDE, *LINEAR),
-    "thrifty-shared-twice": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP),
-    "thrifty-shared-twice-linear": (*BAYES, *SMALL, *DRAFTS, *TWICE, *CLIP, *LINEAR),
     "oracle": (*ORACLE, *SMALL),
 }
 """Arm -> what it changes in the task's recipe, which refills groups without signal exactly."""
@@ -140,9 +128,6 @@ TASKS = {
 }
 BASE = "dapo-fixed"
 BASES = (BASE, "dapo-fixed-linear", "dapo")
-"""All tokens that they sample count, as in an engine that does not share."""
-TWINS = {BASE: "dapo-fixed-shared", "dapo": "dapo-shared"}
-"""Base -> the same runs, of which the tokens count that were decoded."""
 COMPARED = ("thrifty", "dapo", "dapo-fixed-linear", "all")
 PEERS = (
     *("pilot-commit", "speed-rl", "backoff", "knapsack", "mopps", "reinforce-ada", "reinforce-ada-balanced"),
@@ -155,12 +140,11 @@ def name_of(arm: str, rate: float, task: str = "countdown") -> str:
     return f"{arm}-lr{rate}" if task == "countdown" else f"{task}-{arm}-lr{rate}"
 
 
-def summary(run: Run, every: bool) -> Summary:
-    """`every`: count every token as decoded."""
+def summary(run: Run, decoded: bool = False) -> Summary:
+    """`decoded`: count the tokens that the engine decoded, in place of all that were sampled."""
     passed = [p.passed for p in run.data.curve]
     accepted = {0: 0.0} | {
-        int(r["step"]): 0.0 if every else r["num_tokens"] - r.get("num_decoded_tokens", r["num_tokens"])
-        for r in run.rows
+        int(r["step"]): r["num_tokens"] - r["num_decoded_tokens"] if decoded else 0.0 for r in run.rows
     }
     judged = [(row["groups/judged"], row["frac_reward_zero_std"]) for row in run.rows if "frac_reward_zero_std" in row]
     groups, equal = sum(n for n, _ in judged), sum(n * share for n, share in judged)
@@ -179,10 +163,8 @@ def summary(run: Run, every: bool) -> Summary:
 
 
 def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
-    every = {name_of(arm, rate, task): arm for arm in BASES for rate in RATES for task in TASKS}
-    new = {arm: [summary(run, arm in every) for run in found] for arm, found in runs.items()}
-    twins = {arm: arm.replace(base, twin) for arm in runs for base, twin in TWINS.items() if every.get(arm) == base}
-    new |= {twin: [summary(run, False) for run in runs[arm]] for arm, twin in twins.items()}
+    """All sampled tokens count, as in an engine that decodes each."""
+    new = {arm: [summary(run) for run in found] for arm, found in runs.items()}
     return said | {"runs": t.merged(said.get("runs", {}), new, list(FAMILY.by_name()))}
 
 
@@ -198,13 +180,22 @@ class Task:
     arm with more evaluations a token than the base has would reach a level earlier by chance.
     """
 
-    def __init__(self, name: str, runs: Figures, base: str = BASE, *, smooth: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        runs: Figures,
+        base: str = BASE,
+        *,
+        smooth: bool = True,
+        rates: Mapping[str, float] | None = None,
+    ) -> None:
         self.name, self.runs, self.smooth = name, runs, smooth
-        self.rates = {arm: rate for arm in METHODS if (rate := self.best_rate(arm)) is not None}
+        self.rates = rates or {arm: rate for arm in METHODS if (rate := self.best_rate(arm)) is not None}
         """The rate of each arm with the highest mean pass@1 over the tokens of its cheapest run, by the tuning seed.
 
         Only the rates that were run with the most seeds count. An arm that was run at one rate alone keeps it.
         """
+        self.base_arm = base
         self.base_runs = self.of(base, self.rates[base]) if base in self.rates else []
         self.base = {run["seed"]: run["curve"] for run in self.base_runs}
 
@@ -318,20 +309,21 @@ def tables(said: Said) -> dict[str, str]:
     return made | {"thrifty-peers": against(said["runs"], PEERS, BASES, ["countdown"])}
 
 
-def against(
-    runs: Figures, arms: Sequence[str], bases: Sequence[str], tasks: Sequence[str], *, smooth: bool = True
-) -> str:
+def against(runs: Figures, arms: Sequence[str], bases: Sequence[str], tasks: Sequence[str]) -> str:
     """Arms and the bases that they are paired with, by seed; ratios and differences to the base."""
+    return paired([Task(task, runs, base) for task in tasks for base in bases], arms)
+
+
+def paired(tasks: Sequence[Task], arms: Sequence[str]) -> str:
+    """Each arm and the task's base."""
     rows = []
     for task in tasks:
-        for base in bases:
-            pairs = Task(task, runs, base, smooth=smooth)
-            columns = pairs.paired_columns()
-            for arm in arms if pairs.base else ():
-                found = pairs.of(arm, pairs.rates[arm]) if arm != base and arm in pairs.rates else []
-                if found := [run for run in found if run["seed"] not in TUNING and run["seed"] in pairs.base]:
-                    names = [name_of(name, pairs.rates[name], task) for name in (arm, base)]
-                    rows.append([*names, *(column.cell(found, pairs.base_runs) for column in columns)])
+        columns = task.paired_columns()
+        for arm in arms if task.base else ():
+            found = task.of(arm, task.rates[arm]) if arm != task.base_arm and arm in task.rates else []
+            if found := [run for run in found if run["seed"] not in TUNING and run["seed"] in task.base]:
+                names = [name_of(name, task.rates[name], task.name) for name in (arm, task.base_arm)]
+                rows.append([*names, *(column.cell(found, task.base_runs) for column in columns)])
     return t.markdown(["arm", "compared with", *(column.head for column in columns)], rows)
 
 
@@ -344,9 +336,9 @@ SHOWN: tuple[tuple[str, float, str], ...] = (
 """Arms at their best rates."""
 
 
-def arms() -> Iterator[Arm]:
+def arms(methods: Mapping[str, tuple[str, ...]]) -> Iterator[Arm]:
     for task, each in TASKS.items():
-        for arm, changes in METHODS.items():
+        for arm, changes in methods.items():
             more = LENGTHS.get(arm, 1) * math.prod(STEPS.get(change, 1) for change in changes)
             for rate in RATES:
                 settings = (
@@ -359,7 +351,7 @@ def arms() -> Iterator[Arm]:
 
 FAMILY = Family(
     work="thrifty",
-    arms=tuple(arms()),
+    arms=tuple(arms(METHODS)),
     default=tuple(name_of(*arm) for arm in SHOWN),
     collect=collect,
     tables=tables,

@@ -286,7 +286,7 @@ class Job:
     first: int = 0
     """Number of the first sibling; more than 0 where the others have been rolled out before."""
     drafts: tuple[Draft, ...] = ()
-    """Rollouts of the prompt's last visit, for the engine to try; empty: none."""
+    """Rollouts of the prompt's last visit, or of this one's probe, for the engine to try; empty: none."""
 
 
 @dataclass(slots=True)

@@ -26,8 +26,8 @@ CARRYING = {
     "env": {"name": "countdown", "train_size": 6, "test_size": 8},
 }
 """GRESO with surplus groups that wait, over several epochs of six prompts."""
-
-
+REPEATING = {"learning_rate": 1e-6, "temperature": 0.05, "num_generations": 2}
+"""So that random weights sample again what they have sampled, but siblings not the same."""
 WALL_CLOCK = ("seconds", "tokens_per_second", "step_time", "barrier_wait_s")
 
 

@@ -14,7 +14,7 @@ import pytest
 from winnow import Trainer
 from winnow.run.checkpoint import CheckpointError
 
-from ..builders.runs import CARRYING, _train_until, assert_clean, fingerprint, metrics_of, resume, train
+from ..builders.runs import CARRYING, REPEATING, _train_until, assert_clean, fingerprint, metrics_of, resume, train
 
 OPOB = {"advantage": "opob", "policy_loss": "plain"}
 SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
@@ -64,7 +64,7 @@ RESUMES: dict[str, dict[str, Any]] = {
     "lagged": {"max_lag": 2, "step_scale": {"name": "ess", "reference": "measured"}},
     "mixed": CARRYING | {"max_lag": 3, "lora": {"r": 2}, "sync": {"name": "in_process", "lag": "mixed"}},
     "drift": {"reference_kl_steps": 2},
-    "drafts": CARRYING | {"speculative": True},
+    "drafts": CARRYING | REPEATING | {"speculative": True},
     "muon, synced reference": SYNCED | {"optim": "muon", "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2},
     "adafactor, ess, opob": OPOB
     | {"optim": "adafactor", "step_scale": "ess", "lr_scheduler_type": "cosine_with_restarts"},

@@ -26,7 +26,7 @@ from winnow.sampler import ray as sampler_ray
 
 from .. import parity
 from ..builders.nodes import wait_for
-from ..builders.runs import metrics_of, metrics_so_far
+from ..builders.runs import REPEATING, metrics_of, metrics_so_far
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")
@@ -92,7 +92,7 @@ def test_groups_in_two_parts(config: dict[str, Any]) -> None:
 
 def test_drafts_go_along_with_jobs(config: dict[str, Any]) -> None:
     """Also over a resume: the checkpoint has the drafts."""
-    config |= {"temperature": 0.05, "num_generations": 2, "filter": "keep_all", "learning_rate": 1e-6}
+    config |= REPEATING | {"filter": "keep_all"}
     config |= {"speculative": True, "env": {"name": "countdown", "train_size": 6, "test_size": 8}}
     Trainer(config=config | {"max_steps": 3}).train()
     Trainer.resume(config["output_dir"], {"max_steps": 6}).train()

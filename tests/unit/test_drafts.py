@@ -177,8 +177,7 @@ def test_siblings_that_join_a_group_have_drafts_from_it() -> None:
     for epoch, tokens in ((0, [[1], [2], [3]]), (1, [[5, 6], [7, 8]])):
         drafts.observe(group(2, epoch, tokens))
     assert drafts.job(Visit(9, 1, PROMPTS[2]), 2, 2).drafts == (((5, 6),), ((7, 8),))
-    whole = group(2, 1, [[5, 6], [7, 8], [9]])
-    drafts.observe(replace(whole, rollouts=whole.rollouts[2:]))
+    drafts.observe(group(2, 1, [[5, 6], [7, 8], [9]]))
     assert drafts.job(Visit(9, 2, PROMPTS[2]), 2, 0).drafts == (((5, 6),), ((7, 8),), ((9,),))
 
 
@@ -273,6 +272,10 @@ def test_drafts_survive_a_checkpoint_and_a_message() -> None:
     broken = drafts.state_dict() | {"tokens": Drafts().state_dict()["tokens"]}
     with pytest.raises(ValueError, match="drafts: lengths add up to"):
         again.load(DraftsState.of(broken))
+    columns = {"ordinals": [3], "rollouts": [1], "lengths": [2]}
+    gap = DraftsState(**{k: np.array(v, np.uint32) for k, v in columns.items()}, tokens=np.array([5, 6], np.int32))
+    with pytest.raises(ValueError, match="drafts: prompt 3 has a rollout 1, but none before it"):
+        again.load(gap)
 
 
 def test_a_stop_string_that_is_not_completed_ends_no_draft() -> None:

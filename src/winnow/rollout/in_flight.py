@@ -225,9 +225,9 @@ class Flight:
         return [s for s in self.siblings if not s.rollout.greedy]
 
     def draft(self, sibling: Sibling) -> tuple[int, ...]:
-        """Return a guess of a sibling's next turn: the likeliest of those that followed the same turns.
+        """Return a guess of a sibling's next turn, from drafts and its group.
 
-        Or at least the same last turn, in a draft or in this group.
+        It is the likeliest of those that followed the same turns, else the same last turn.
         """
         turn = len(sibling.rollout.turns)
         said, turns = tuple(sibling.said), [*self.job.drafts, *(tuple(s.said) for s in self.siblings)]

@@ -51,8 +51,8 @@ def job_state(job: Job) -> dict[str, Any]:
     """Encode a job as plain JSON values; its prompt by ordinal."""
     turns = [np.array(turn, np.int32) for draft in job.drafts for turn in draft]
     drafts = {"turns": [len(draft) for draft in job.drafts], "tokens": pack_all(turns)} if turns else None
-    plain = {"size": job.size, "purpose": job.purpose, "first": job.first, "drafts": drafts}
-    return {"visit": visit_state(job.visit)} | plain
+    plain = {"size": job.size, "purpose": job.purpose, "first": job.first}
+    return {"visit": visit_state(job.visit), "drafts": drafts} | plain
 
 
 def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Job:

@@ -21,16 +21,14 @@ MOST_BYTES = 1 << 28
 """Memory for drafts."""
 ROLLOUT_BYTES, TURN_BYTES = 200, 140
 """What a rollout and each of its turns take besides the tokens, about."""
-Siblings = dict[int, list[np.ndarray]]
-"""Sibling -> tokens of each turn."""
 
 
 class DraftsState(State):
     """Turns one after the other, those of a rollout in order."""
 
     ordinal_D: Annotated[np.ndarray, Packed("u4", "turns")] = Field(alias="ordinals")
-    sibling_D: Annotated[np.ndarray, Packed("u4", "turns")] = Field(alias="siblings")
-    epoch_D: Annotated[np.ndarray, Packed("u4", "turns")] = Field(alias="epochs")
+    rollout_D: Annotated[np.ndarray, Packed("u4", "turns")] = Field(alias="rollouts")
+    """Number of its rollout among those of the prompt."""
     length_D: Annotated[np.ndarray, Packed("u4", "turns")] = Field(alias="lengths")
     tokens: Annotated[np.ndarray, Packed("i4", None)]
 
@@ -40,58 +38,55 @@ class Drafts:
 
     def __init__(self, on: bool = False) -> None:
         self.on = on
-        self._last: dict[int, tuple[int, Siblings]] = {}
-        """Prompt -> epoch of its last visit, and its siblings then; the prompt visited last comes last."""
+        self._last: dict[int, list[list[np.ndarray]]] = {}
+        """Prompt -> tokens of each turn of each rollout; the prompt visited last comes last."""
         self._bytes = 0
 
     def job(self, visit: Visit, size: int, first: int) -> Job:
         """Return a job with drafts."""
-        _, siblings = self._last.get(visit.prompt.ordinal, (0, {}))
-        drafts = tuple(tuple(tuple(turn.tolist()) for turn in turns) for turns in siblings.values())
+        rollouts = self._last.get(visit.prompt.ordinal, [])
+        drafts = tuple(tuple(tuple(turn.tolist()) for turn in turns) for turns in rollouts)
         return Job(visit, size, first=first, drafts=drafts)
 
     def observe(self, group: Group) -> None:
         """Remember what a group has sampled; beyond `MOST_BYTES` the prompts visited least recently are forgotten."""
-        sampled = {rollout.sibling: _turns(rollout) for rollout in group.siblings if rollout.turns}
+        sampled = [_turns(rollout) for rollout in group.siblings if rollout.turns]
         if not (self.on and sampled):
             return
-        ordinal, epoch = group.prompt.ordinal, group.visit.epoch
-        before, siblings = self._last.pop(ordinal, (epoch, {}))
-        self._bytes -= _bytes(siblings)
-        if before == epoch:  # those that joined a probe
-            sampled = siblings | sampled
-        self._last[ordinal] = epoch, sampled
-        self._bytes += _bytes(sampled)
+        self._bytes += _bytes(sampled) - _bytes(self._last.pop(group.prompt.ordinal, []))
+        self._last[group.prompt.ordinal] = sampled
         while self._bytes > MOST_BYTES:
-            _, siblings = self._last.pop(next(iter(self._last)))
-            self._bytes -= _bytes(siblings)
+            self._bytes -= _bytes(self._last.pop(next(iter(self._last))))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint state as JSON values."""
-        rollouts = ((o, s, e, turns) for o, (e, siblings) in self._last.items() for s, turns in siblings.items())
-        drafts = [(o, s, e, turn) for o, s, e, turns in rollouts for turn in turns]
-        columns = np.array([(o, s, e, len(turn)) for o, s, e, turn in drafts], np.uint32).reshape(-1, 4).T.copy()
+        drafts = [(o, i, turn) for o, last in self._last.items() for i, turns in enumerate(last) for turn in turns]
+        columns = np.array([(o, i, len(turn)) for o, i, turn in drafts], np.uint32).reshape(-1, 3).T.copy()
         tokens = np.concatenate([np.empty(0, np.int32), *(turn for *_, turn in drafts)])
-        names = ("ordinals", "siblings", "epochs", "lengths")
+        names = ("ordinals", "rollouts", "lengths")
         return DraftsState(**dict(zip(names, columns, strict=True)), tokens=tokens).model_dump(
             mode="json", by_alias=True
         )
 
     def load(self, saved: DraftsState) -> None:
-        """Load a state. Raises ValueError if its lengths do not match its tokens."""
+        """Load a state. Raises ValueError if its lengths do not match its tokens, or rollouts are missing."""
         if saved.length_D.sum() != len(saved.tokens):
             raise ValueError(f"drafts: lengths add up to {saved.length_D.sum()}, not to {len(saved.tokens)} tokens")
         self._last = {}
         pieces = np.split(saved.tokens, np.cumsum(saved.length_D)[:-1]) if len(saved.length_D) else []
-        columns = (c.tolist() for c in (saved.ordinal_D, saved.sibling_D, saved.epoch_D))
-        for ordinal, sibling, epoch, tokens in zip(*columns, pieces, strict=True):
-            self._last.setdefault(ordinal, (epoch, {}))[1].setdefault(sibling, []).append(tokens.copy())
-        self._bytes = sum(_bytes(siblings) for _, siblings in self._last.values())
+        for ordinal, number, tokens in zip(saved.ordinal_D.tolist(), saved.rollout_D.tolist(), pieces, strict=True):
+            rollouts = self._last.setdefault(ordinal, [])
+            if number > len(rollouts):
+                raise ValueError(f"drafts: prompt {ordinal} has a rollout {number}, but none before it")
+            if number == len(rollouts):
+                rollouts.append([])
+            rollouts[number].append(tokens.copy())
+        self._bytes = sum(map(_bytes, self._last.values()))
 
 
 def _turns(rollout: Rollout) -> list[np.ndarray]:
     return [rollout.token_ids[turn.start : turn.stop].astype(np.int32) for turn in rollout.turns]
 
 
-def _bytes(siblings: Siblings) -> int:
-    return sum(ROLLOUT_BYTES + sum(turn.nbytes + TURN_BYTES for turn in turns) for turns in siblings.values())
+def _bytes(rollouts: list[list[np.ndarray]]) -> int:
+    return sum(ROLLOUT_BYTES + sum(turn.nbytes + TURN_BYTES for turn in turns) for turns in rollouts)

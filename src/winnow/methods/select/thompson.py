@@ -61,8 +61,8 @@ class ThompsonSelector(StreamSelector):
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         """Decide by whole sets of candidates, which begin at multiples of `candidates` in the epoch's order."""
         n = self.options.candidates
-        begun = self.visits - self.visits % len(self.prompts)
-        start = self.visits - begun
+        start = self.visits % len(self.prompts)
+        begun = self.visits - start
         keeps_N = np.zeros(len(ordinals_N), dtype=bool)
         for first in range(start - start % n, start + len(ordinals_N), n):
             if self.kept_at >= begun + first:
