@@ -63,10 +63,8 @@ def task_of(name: str, runs: Figures, base: str = thrifty.BASE) -> thrifty.Task:
 def tables(said: Said) -> dict[str, str]:
     runs = said["runs"]
     arms = list(dict.fromkeys(arm for of_task in COMPOSITIONS.values() for arm, _ in of_task))
-    peers = [*thrifty.PEERS[:-1], "greso", *(arm for arm, _ in COMPOSITIONS["countdown"])]
     every = [task_of(name, runs, base) for name in COMPOSITIONS for base in (*thrifty.BASES, *TWINS.values())]
-    shared = [task_of("countdown", runs, base) for base in TWINS.values()]
-    made = {"shared": thrifty.paired(every, arms), "shared-peers": thrifty.paired(shared, peers)}
+    made = {"shared": thrifty.paired(every, arms)}
     for name in COMPOSITIONS:
         task = task_of(name, runs)
         found = {

@@ -177,7 +177,7 @@ def test_sides_take_turns_in_changing_order_and_a_warm_round_does_not_count() ->
 
 @pytest.mark.parametrize(
     ("recipe", "arm"),
-    [("thrifty", "thrifty-lr1"), ("chain-sum-thrifty", "chain-thrifty-shared-twice-linear-lr1")],
+    [("thrifty", "mopps-shared-lr2"), ("chain-sum-thrifty", "chain-thrifty-shared-twice-linear-lr1")],
 )
 def test_a_recipe_is_the_arm_that_was_measured(recipe: str, arm: str) -> None:
     measured = importlib.import_module("families.shared_claims").FAMILY.by_name()[arm]
