@@ -33,7 +33,7 @@ COMPOSITIONS: dict[str, tuple[tuple[str, float], ...]] = {
     "chain": (("thrifty-shared-twice-linear", 1),),
     "smollm2": (("thrifty-shared-twice", 1),),
     "countdown": (("mopps-shared", 2), ("thrifty-shared-linear", 2)),
-    "alfworld": (("thrifty-shared-twice", 0.5),),
+    "alfworld": (("mopps-shared", 2), ("thrifty-shared-twice", 0.5)),
 }
 """Task -> compositions and their rates."""
 DAPO = {"chain": 1, "smollm2": 2, "countdown": 2, "alfworld": 2}
