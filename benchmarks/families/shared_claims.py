@@ -29,6 +29,7 @@ METHODS = thrifty.METHODS | {
     "thrifty-shared-twice": TWICE,
     "thrifty-shared-twice-linear": (*TWICE, *thrifty.LINEAR),
 }
+LENGTHS = thrifty.LENGTHS | {"thrifty-shared-linear-long": 4 / 3, "thrifty-shared-wide-linear": 3 / 4}
 COMPOSITIONS: dict[str, tuple[tuple[str, float], ...]] = {
     "chain": (("thrifty-shared-twice-linear", 1),),
     "smollm2": (("thrifty-shared-twice", 1),),
@@ -75,7 +76,7 @@ def tables(said: Said) -> dict[str, str]:
         for table, tuning in ((f"shared-{name}", False), (f"shared-rates-{name}", True)):
             rows = {arm: [run for run in of if (run["seed"] in thrifty.TUNING) is tuning] for arm, of in found.items()}
             if rows := {arm: of for arm, of in rows.items() if of}:
-                made[table] = t.table_of(rows, task.columns()[: -len(task.to_levels())])
+                made[table] = t.table_of(rows, task.outcomes())
     return made
 
 
@@ -104,7 +105,7 @@ def draw(said: Said, path: Path) -> None:
 FAMILY = replace(
     thrifty.FAMILY,
     work="shared",
-    arms=tuple(thrifty.arms(METHODS)),
+    arms=tuple(thrifty.arms(METHODS, LENGTHS)),
     collect=collect,
     tables=tables,
     draw=draw,

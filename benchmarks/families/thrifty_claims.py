@@ -76,7 +76,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 """Arm -> what it changes in the task's recipe, which refills groups without signal exactly."""
 STEPS = {REUSE[0]: 10 / 3, SMALL[0]: 4, MEDIUM[0]: 8 / 3, "prompts_per_step=4": 8}
 """Change -> how many times as many optimizer steps an arm with it has."""
-LENGTHS = {"dapo-fixed-linear-half": 1 / 2, "thrifty-shared-linear-long": 4 / 3, "thrifty-shared-wide-linear": 3 / 4}
+LENGTHS = {"dapo-fixed-linear-half": 1 / 2}
 """Arm -> the factor by which its number of optimizer steps differs from that of others with its changes."""
 DAPO_REFILL = (
     *("gates=[]", "filter=zero_variance", "num_generations=8", "prompts_per_step=32", "advantage=rloo"),
@@ -248,6 +248,9 @@ class Task:
         return self.to(lambda _, base: part * base[-1][3])
 
     def columns(self) -> list[Column]:
+        return [*self.outcomes(), *self.to_levels()]
+
+    def outcomes(self) -> list[Column]:
         return [
             SEEDS,
             t.mean("final pass@1", "pass@1"),
@@ -255,7 +258,6 @@ class Task:
             t.mean("final pass@8", "deployed.pass@8"),
             t.mean("tokens", "tokens", "{:.2f}M", 1e-6),
             t.share("mixed groups", "mixed"),
-            *self.to_levels(),
         ]
 
     def to_levels(self) -> list[Column]:
@@ -336,10 +338,10 @@ SHOWN: tuple[tuple[str, float, str], ...] = (
 """Arms at their best rates."""
 
 
-def arms(methods: Mapping[str, tuple[str, ...]]) -> Iterator[Arm]:
+def arms(methods: Mapping[str, tuple[str, ...]], lengths: Mapping[str, float]) -> Iterator[Arm]:
     for task, each in TASKS.items():
         for arm, changes in methods.items():
-            more = LENGTHS.get(arm, 1) * math.prod(STEPS.get(change, 1) for change in changes)
+            more = lengths.get(arm, 1) * math.prod(STEPS.get(change, 1) for change in changes)
             for rate in RATES:
                 settings = (
                     f"learning_rate={rate * each.rate:g}",
@@ -351,7 +353,7 @@ def arms(methods: Mapping[str, tuple[str, ...]]) -> Iterator[Arm]:
 
 FAMILY = Family(
     work="thrifty",
-    arms=tuple(arms(METHODS)),
+    arms=tuple(arms(METHODS, LENGTHS)),
     default=tuple(name_of(*arm) for arm in SHOWN),
     collect=collect,
     tables=tables,

@@ -18,6 +18,7 @@ from winnow.methods.size.adaptive_k import AdaptiveK
 from winnow.record.step_metrics import Tally
 from winnow.types import Fate, Group, GroupKind, Prompt, Segment, Verdict, Visit
 
+from ..builders.groups import make_group
 from .fake_run import FakeRun, Outcome, finished
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(10)]
@@ -253,3 +254,27 @@ def test_segments_of_a_step_are_counted_where_any_rollout_has_several() -> None:
     group.rollouts[1].greedy, group.rollouts[1].later = True, [Segment(1, (5,))]
     tally.finished(group)
     assert tally.metrics()["segments/mean"] == (4 + 3 + 1 + 1) / 7
+
+
+@pytest.mark.parametrize(
+    ("right", "kind"), [(0, "hard"), (1, "signal"), (4, "signal"), (5, "easy"), (7, "easy"), (8, "easy")]
+)
+def test_under_max_at_k_too_few_failures_teach_nothing(right: int, kind: str) -> None:
+    rewards = [1.0] * right + [0.0] * (8 - right)
+    group, again = make_group(0, rewards), make_group(1, rewards)
+    judge = GroupJudge(advantage=ADVANTAGES["max_at_k"](k=4))
+    assert judge.kind(group) == kind
+    signal = np.abs(judge.advantage.of_batch([group])[0]).sum()
+    assert (signal == 0) == (kind != GroupKind.SIGNAL)
+    assert GroupJudge(advantage=ADVANTAGES["rloo"]()).kind(again) == (kind if right in (0, 8) else GroupKind.SIGNAL)
+
+
+def test_the_tolerance_is_that_of_the_filter() -> None:
+    assert GroupJudge().kind(make_group(0, [0.0, 0.1])) is GroupKind.SIGNAL
+    assert GroupJudge(atol=0.2).kind(make_group(0, [0.0, 0.1])) == "hard"
+
+
+def test_groups_that_are_not_compared_among_themselves_go_by_rewards() -> None:
+    for name in ("remax", "reinforce_pp"):
+        assert GroupJudge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 1.0])) == "easy"
+        assert GroupJudge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 0.0])) is GroupKind.SIGNAL

@@ -219,36 +219,12 @@ class TestBackoff:
         assert seen == [0, 2, 5, 9], "skips 1, then 2, then 3 epochs"
 
 
-class TestJudge:
-    """What counts as a group without signal, by the advantage that trains on it."""
-
-    @pytest.mark.parametrize(
-        ("right", "kind"), [(0, "hard"), (1, "signal"), (4, "signal"), (5, "easy"), (7, "easy"), (8, "easy")]
-    )
-    def test_under_max_at_k_too_few_failures_teach_nothing(self, right: int, kind: str) -> None:
-        rewards = [1.0] * right + [0.0] * (8 - right)
-        group, again = make_group(0, rewards), make_group(1, rewards)
-        judge = GroupJudge(advantage=ADVANTAGES["max_at_k"](k=4))
-        assert judge.kind(group) == kind
-        signal = np.abs(judge.advantage.of_batch([group])[0]).sum()
-        assert (signal == 0) == (kind != GroupKind.SIGNAL)
-        assert GroupJudge(advantage=ADVANTAGES["rloo"]()).kind(again) == (kind if right in (0, 8) else GroupKind.SIGNAL)
-
-    def test_too_few_rewards_are_no_evidence(self) -> None:
-        judge = GroupJudge(advantage=ADVANTAGES["max_at_k"](k=4))
-        assert judge.kind(make_group(0, [1.0, 1.0, 1.0, None])) is GroupKind.NOT_JUDGED
-        selector = Greso().build(PROMPTS, 0, judge)
-        selector.observe(finished(Visit(0, 0, PROMPTS[0]), [1.0, 1.0, 1.0, None]))
-        assert selector.z_N[0] == 0
-
-    def test_the_tolerance_is_that_of_the_filter(self) -> None:
-        assert GroupJudge().kind(make_group(0, [0.0, 0.1])) is GroupKind.SIGNAL
-        assert GroupJudge(atol=0.2).kind(make_group(0, [0.0, 0.1])) == "hard"
-
-    def test_groups_that_are_not_compared_among_themselves_go_by_rewards(self) -> None:
-        for name in ("remax", "reinforce_pp"):
-            assert GroupJudge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 1.0])) == "easy"
-            assert GroupJudge(advantage=ADVANTAGES[name]()).kind(make_group(0, [1.0, 0.0])) is GroupKind.SIGNAL
+def test_a_group_with_too_few_rewards_teaches_a_selector_nothing() -> None:
+    judge = GroupJudge(advantage=ADVANTAGES["max_at_k"](k=4))
+    assert judge.kind(make_group(0, [1.0, 1.0, 1.0, None])) is GroupKind.NOT_JUDGED
+    selector = Greso().build(PROMPTS, 0, judge)
+    selector.observe(finished(Visit(0, 0, PROMPTS[0]), [1.0, 1.0, 1.0, None]))
+    assert selector.z_N[0] == 0
 
 
 class TestRolloutBatches:
