@@ -76,8 +76,9 @@ def test_formats(tmp_path):
         found = [{"prompt": p.text, **p.columns} for p in build(tmp_path / name).train]
         assert found == rows, name
     assert len(build(tmp_path / "splits", split="test").train) == 1
-    with pytest.raises(DataError, match="has no splits"):
-        build(tmp_path / "disk", split="validation")
+    for options in ({"split": "test"}, {"test": str(tmp_path / "disk"), "test_split": "train"}):
+        with pytest.raises(ValueError, match=r"dataset: (test_)?split has no effect on a file or a data set without"):
+            build(tmp_path / "disk", **options)
     with pytest.raises(DataError, match="has no subset 'main'"):
         build(tmp_path / "splits", subset="main")
     assert [p.text for p in DatasetConfig(path="x").with_rows(data.to_pandas()).train] == [r["prompt"] for r in rows]
@@ -221,6 +222,7 @@ def test_hugging_face_directory(tmp_path, monkeypatch):
     [
         ({"test_split": "validation"}, "test_split has no effect without test"),
         ({"split": "validation"}, "split has no effect on a file"),
+        ({"test": "b.jsonl", "test_split": "validation"}, "test_split has no effect on a file"),
         ({"subset": "main"}, "subset has no effect on a file"),
     ],
 )

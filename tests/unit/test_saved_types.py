@@ -86,6 +86,11 @@ class TestSavedTypes:
             end = load_file(tmp_path / "run" / "model" / "model.safetensors")
             assert {n: t.dtype for n, t in end.items()} == expected
 
+    def test_a_pattern_that_matches_no_tensor_is_refused(self, half: Path, config: dict[str, Any]) -> None:
+        changes = {"model": str(half), "save_dtype": {"*": "bfloat16", "*.norms.*": "float32"}}
+        with pytest.raises(ConfigError, match=r"save_dtype: no tensor of the model is called '\*.norms.\*'. One is"):
+            Trainer(config=config | changes)
+
     def test_an_object_is_trained_in_float32_and_saved_as_it_was_given(
         self, half: Path, config: dict[str, Any], tmp_path: Path
     ) -> None:

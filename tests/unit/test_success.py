@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from winnow import Trainer
 from winnow.config import ConfigError, validate
 from winnow.methods.gate.arrol.gate import Arrol
 from winnow.methods.gate.base import GateContext
@@ -32,6 +33,11 @@ def group_of(*rewards: dict[str, float | None], number: int = 0) -> Group:
         rollout.fate = None if values else Fate.FAILED
         rollouts.append(rollout)
     return Group(Visit(number, 0, PROMPTS[number % 4]), rollouts)
+
+
+def test_an_environment_cannot_decide_where_there_is_none(tiny_config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="success: function: 'env' is the reward of an environment, and this task"):
+        Trainer(config=tiny_config | {"success": "env"})
 
 
 WRONG, RIGHT = {"format": 1.0, "correct": 0.0}, {"format": 0.0, "correct": 1.0}

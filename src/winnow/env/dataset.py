@@ -21,7 +21,7 @@ from .prompt_store import Store, StoredPrompts, content_of
 from .rewards.math import math_reward, same_answers
 from .rewards.scores import STANDARD
 from .row_files import DataError, Row
-from .rows import of_files, read_rows, rows_of
+from .rows import has_splits, read_rows, rows_of
 
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")
 """Columns that hold a part of the prompt in multimodal data."""
@@ -66,10 +66,10 @@ class DatasetConfig:
             )
         if self.test is None and self.test_split != "test":
             raise ValueError("dataset: test_split has no effect without test; give test, e.g. the same name as path")
-        paths = [self.path] if isinstance(self.path, str) else self.path
-        for key in ("split", "subset"):
-            if getattr(self, key) != getattr(DatasetConfig, key) and all(map(of_files, paths)):
-                raise ValueError(f"dataset: {key} has no effect on a file; remove it")
+        train, test = ([p] if isinstance(p, str) else p or [] for p in (self.path, self.test))
+        for key, sources in (("split", train), ("test_split", test), ("subset", [*train, *test])):
+            if getattr(self, key) != getattr(DatasetConfig, key) and not any(map(has_splits, sources)):
+                raise ValueError(f"dataset: {key} has no effect on a file or a data set without splits; remove it")
         if self.test is not None and self.test_size:
             raise ValueError("dataset: give either test or test_size, not both")
         if self.test_size < 0 or (self.test_size >= 1 and self.test_size != int(self.test_size)):

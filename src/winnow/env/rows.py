@@ -13,6 +13,8 @@ from ..base.install import install
 from .row_files import BATCH, SUFFIXES, DataError, Row, read_file
 from .synthetic_data import PREFIX, made_rows
 
+SAVED = "state.json"
+"""File of a directory of `Dataset.save_to_disk`."""
 MOST_UNCOUNTED = 10_000_000
 """Rows after which an iterable without a length counts as endless."""
 
@@ -43,8 +45,12 @@ def _of_source(source: str, split: str, subset: str | None) -> Iterator[Row]:
 
 
 def of_files(source: str) -> bool:
-    """Return whether these are files to read, which have no splits."""
     return source.endswith(SUFFIXES) or has_magic(source)
+
+
+def has_splits(source: str) -> bool:
+    """Return False for files, and for a directory that `Dataset.save_to_disk` made of one split."""
+    return not of_files(source) and not Path(source, SAVED).expanduser().is_file()
 
 
 def _made(source: str, split: str) -> Iterator[Row]:
@@ -77,10 +83,8 @@ def _hugging_face(source: str, split: str, subset: str | None) -> Iterator[Row]:
             f"missing; {install('hub')}"
         ) from None
     try:
-        if any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        if any((directory / name).is_file() for name in (SAVED, "dataset_dict.json")):
             rows = datasets.load_from_disk(str(directory))
-            if not isinstance(rows, Mapping) and split not in ("train", "test"):
-                raise ValueError("this directory has no splits")
             if subset is not None:
                 raise ValueError(f"this directory has no subset '{subset}'")
             rows = rows[split] if isinstance(rows, Mapping) else rows

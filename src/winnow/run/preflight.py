@@ -111,7 +111,13 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
     rewarder.check(first.columns, first.messages is not None)
     warn_of_plain_text(task, tokenizer)
     warn_of_failing_prompts(c.max_prompt_length, task, tokenizer)
-    if not rewarder.names and task.make_env(first) is None:
+    alone = task.make_env(first) is None
+    if c.success is not None and c.success.function == "env" and alone:
+        raise ConfigError(
+            "success: function: 'env' is the reward of an environment, and this task has none; name one of "
+            f"reward_funcs: {', '.join(rewarder.names)}"
+        )
+    if not rewarder.names and alone:
         raise ConfigError("reward_funcs: missing, and the task has no reward; give e.g. 'my_reward.py:my_reward'")
     if rewarder.names and getattr(task, "rewards_itself", False):
         raise ConfigError(

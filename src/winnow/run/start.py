@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
+from ..base.dotted import nearest
 from ..config import OF_ADAPTER, ConfigError, LoraConfig, RunConfig
 from ..engine.loading import CPU, ModelReference, load_causal_lm, load_start, resolve_device, shell_of
 from ..engine.lora import Adapter, adapter_at, merged, taken_apart
@@ -65,6 +67,17 @@ class Start:
             one = len(set(types.values())) == 1  # else dtypes by name
             chosen["save_dtype"] = next(iter(types.values())) if one else types or "auto"
         return chosen, why
+
+    def require_names(self, c: RunConfig) -> None:
+        """Raise ConfigError for a pattern of `save_dtype` that no tensor's name matches."""
+        if isinstance(c.save_dtype, dict) and c.lora is None:  # names of adapters are known once they are made
+            names = list(self.shell().state_dict())
+            for pattern in c.save_dtype:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    raise ConfigError(
+                        f"save_dtype: no tensor of the model is called '{pattern}'.{nearest(pattern, names)} "
+                        f"One is '{names[-1]}'"
+                    )
 
     def load(self) -> tuple[Any, Adapter | None]:
         """Load the model on the CPU in float32 (an object in float64 stays so), and the adapter to train. Call once."""
