@@ -13,10 +13,12 @@ import torch
 
 from winnow import Trainer
 from winnow.config import ConfigError
+from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
+from winnow.methods.group_kind import GroupJudge
 from winnow.methods.size.sequential import Sequential
 from winnow.rollout.in_flight import reward_truncated
-from winnow.run.build_methods import build_collector
+from winnow.run.build_methods import build_collector, step_options
 from winnow.types import Group, GroupKind, Job, Prompt, Visit
 
 from .. import parity
@@ -184,6 +186,17 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
             {"group_size": {"name": "sequential", "probe": 2, "hard_size": 3, "balanced": True}},
             "group_size: hard_size=3 must not be below num_generations=4",
         ),
+        (
+            {"group_size": {"name": "sequential", "probe": 2, "hard_size": 6, "unbiased": True}},
+            "group_size: unbiased weights know only of a probe",
+        ),
+        (
+            {
+                "group_size": {"name": "sequential", "probe": 2, "unbiased": True},
+                "advantage": {"name": "max_at_k", "k": 2},
+            },
+            "group_size: unbiased needs an advantage that is 0 where",
+        ),
         ({"gates": [{"name": "random", "k": 1}]}, "group_size: gates compare the siblings of a group"),
         ({"advantage": "remax", "filter": "keep_all"}, "group_size: advantage: remax needs a greedy rollout a group"),
     ):
@@ -223,6 +236,52 @@ def test_stopping_keeps_the_direction_of_a_prompts_gradient(
     weight = float(gradient @ of_rate / (of_rate @ of_rate))
     assert weight > 0
     torch.testing.assert_close(gradient, weight * of_rate)
+
+
+@pytest.mark.parametrize("reward_of", [[1.0, 0.0, 1.0, 0.0, 0.0], [1.0, 0.3, 0.5, 0.3, None]], ids=["binary", "graded"])
+@pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("probe", [2, 3])
+def test_unbiased_weights_undo_the_stop(advantage: str, reward_of: list[float | None], probe: int) -> None:
+    """Enumerated over all groups: the gradient is that of whole groups, also with graded and with missing rewards."""
+    method = ADVANTAGES[advantage]()
+    rule = Sequential(probe, unbiased=True).build(4)
+    judge = GroupJudge(advantage=method)
+    rule.begin([], judge)
+    logits = torch.tensor([0.3, -1.0, 0.7, 0.1, -0.4], dtype=torch.float64, requires_grad=True)
+    logp = logits.log_softmax(0)
+    score = torch.stack([torch.autograd.grad(logp[answer], logits, retain_graph=True)[0] for answer in range(5)])
+    whole, weighted, unweighted = torch.zeros(3, 5, dtype=torch.float64)
+    for answers in itertools.product(range(5), repeat=4):
+        group, first = ([reward_of[a] for a in answers[:n]] for n in (4, probe))
+        group, first = (finished(Visit(0, 0, Prompt("p", 0, text="")), rewards) for rewards in (group, first))
+        known = [i for i, reward in enumerate(group.rewards()) if not np.isnan(reward)]
+        if len(known) < 2:
+            continue
+        advantages = torch.tensor(method.of_batch([group])[0][known])
+        part = float(logp[list(answers)].sum().exp()) * (advantages @ score[[answers[i] for i in known]])
+        whole += part
+        if rule.more(first, judge.kind(first)):
+            rule.learn(group)
+            weighted += part / group.rollouts[0].survival_p
+            unweighted += part
+    torch.testing.assert_close(weighted, whole, rtol=1e-12, atol=1e-14)
+    assert (unweighted - whole).abs().max() > 0.01
+
+
+def test_unbiased_weights_reach_the_update(tmp_path: Path) -> None:
+    config = {"max_steps": 2, "prompts_per_step": 2} | SEQUENTIAL
+    config["group_size"] = {"name": "sequential", "probe": 2, "unbiased": True}
+    run = FakeRun(tmp_path / "l.sqlite", by_parity, config).run()
+    groups = [group for batch in run.update.batches for group in batch]
+    assert [rollout.survival_p for group in groups for rollout in group.rollouts] == pytest.approx(
+        [4 / 6] * 16
+    )  # pairs
+    assert step_options(run.config).unbiased
+    weights = [
+        row.weight
+        for row in rows_of(groups, ADVANTAGES["rloo"](), "sequence_sum", max_completion_length=4, unbiased=True)
+    ]
+    assert weights == pytest.approx([1.5 / 16] * 16)
 
 
 def test_a_balanced_group_goes_on_until_half_are_right_and_half_wrong() -> None:

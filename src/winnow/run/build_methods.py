@@ -213,11 +213,12 @@ def _same_keys(cls: type, c: RunConfig) -> dict[str, Any]:
 
 
 def step_options(c: RunConfig) -> StepOptions:
+    options = method_options(c)
     own = {
         "warmup_steps": c.warmup,
         "kl_in_reward": c.beta if c.kl_in_reward else 0.0,
         "ref_model_sync_steps": c.ref_model_sync_steps if c.sync_ref_model else None,
-        "unbiased": any(getattr(gate, "unbiased", False) for gate in method_options(c)["gates"]),
+        "unbiased": any(getattr(each, "unbiased", False) for each in [*options["gates"], *options["group_size"]]),
     }
     return StepOptions(**_same_keys(StepOptions, c) | own)
 

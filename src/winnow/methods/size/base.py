@@ -33,7 +33,10 @@ class GroupSize(Stateful, ABC):
         return 0
 
     def learn(self, group: Group) -> None:
-        """Learn from a finished group; called for each, also for those that a filter drops later."""
+        """Learn from a finished group; called for each, also for those that a filter drops later.
+
+        It may set its rollouts' `survival_p`, with which `unbiased` weights divide.
+        """
         return
 
     def observe(self, step_stats: Mapping[str, float]) -> None:

@@ -6,12 +6,14 @@ without a right answer goes on until it has one, and with `balanced` every group
 right and half wrong (Reinforce-Ada, arXiv 2510.04996, positive-focused and balanced; there a part of them is trained).
 
 What stopping does to the gradient: with rewards 0 and 1 a prompt's expected gradient keeps its direction, the gradient
-of its pass rate p, and only its weight changes (docs/sequential.md). Prompts near p = 0 and p = 1 lose weight.
+of its pass rate p, and only its weight changes (docs/sequential.md). Prompts near p = 0 and p = 1 lose weight;
+`unbiased` gives it back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import comb
 from typing import Annotated
 
 import numpy as np
@@ -21,6 +23,7 @@ from pydantic.dataclasses import dataclass
 from ...base.options import CHECKED
 from ...types import Group, GroupKind, Prompt
 from ..base import RunFacts
+from ..group_kind import GroupJudge, are_equal
 from .base import GroupSize
 
 
@@ -37,12 +40,16 @@ class Sequential:
     probe: Annotated[int, Field(ge=2)] = 4
     hard_size: int | None = None
     balanced: bool = False
+    unbiased: bool = False
+    """Count each group that went on as 1 / (chance that a probe of its siblings does) groups (Horvitz and Thompson)."""
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         if run.config.gates:
             yield "gates compare the siblings of a group, but here they are rolled out in two parts; use one of the two"
         if run.greedy_baseline:
             yield f"advantage: {run.config.advantage} needs a greedy rollout a group; use another advantage"
+        if self.unbiased and (self.balanced or self.hard_size is not None):
+            yield "unbiased weights know only of a probe; remove unbiased, or hard_size and balanced"
 
     def build(self, num_generations: int) -> SequentialSize:
         """Build the rule. Raises ValueError unless probe < num_generations, and probe < hard_size."""
@@ -58,15 +65,22 @@ class Sequential:
             raise ValueError(f"hard_size={hard_size} must not be below num_generations={num_generations} if balanced")
         if self.balanced:
             return BalancedSize(self.probe, num_generations, hard_size)
-        return SequentialSize(self.probe, num_generations, hard_size)
+        return SequentialSize(self.probe, num_generations, hard_size, self.unbiased)
 
 
 class SequentialSize(GroupSize):
     in_parts = True
 
-    def __init__(self, probe: int, size: int, hard_size: int) -> None:
+    def __init__(self, probe: int, size: int, hard_size: int, unbiased: bool = False) -> None:
         self.smallest, self.largest = probe, max(size, hard_size)
-        self.size, self.hard_size = size, hard_size
+        self.size, self.hard_size, self.unbiased = size, hard_size, unbiased
+
+    def begin(self, prompts: Sequence[Prompt], judge: GroupJudge) -> None:
+        """Raises ValueError where `unbiased` cannot know by rewards alone which groups teach."""
+        self._judge = judge
+        advantage = judge.advantage
+        if self.unbiased and (advantage is None or advantage.may_vanish or not advantage.group_relative):
+            raise ValueError("unbiased needs an advantage that is 0 where a group's rewards are equal, and only there")
 
     def next(self, prompt: Prompt) -> int:
         return self.smallest
@@ -78,6 +92,33 @@ class SequentialSize(GroupSize):
         if undecided or kind is GroupKind.SIGNAL:
             return max(0, self.size - have)
         return min(self.smallest, self.hard_size - have) if kind is GroupKind.HARD else 0
+
+    def learn(self, group: Group) -> None:
+        """Give the siblings of a group that went on its chance to. Raises ValueError for rewards of several agents."""
+        if not self.unbiased or len(group.rollouts) <= self.smallest:
+            return
+        if any(rollout.agent_rewards for rollout in group.rollouts):
+            raise ValueError("group_size: unbiased knows of no agents; remove it")
+        chance = 1 - chance_to_stop(group.known_rewards(), len(group.rollouts), self.smallest, self._judge)
+        for rollout in group.rollouts:
+            rollout.survival_p = chance
+
+
+def chance_to_stop(rewards: Sequence[float], size: int, probe: int, judge: GroupJudge) -> float:
+    """Return the share of the subsets of `probe` siblings that would end their group: equal rewards, or none at all.
+
+    `rewards`: those that are known, of a group of `size`.
+    """
+    values, missing = sorted(rewards), size - len(rewards)
+    stops = comb(missing, probe)
+    for known in range(judge.least, probe + 1):
+        # Subsets with equal rewards, each counted at its lowest: the others come after it, and are as high.
+        equal = sum(
+            comb(sum(are_equal((low, value), judge.atol) for value in values[i + 1 :]), known - 1)
+            for i, low in enumerate(values)
+        )
+        stops += equal * comb(missing, probe - known)
+    return stops / comb(size, probe)
 
 
 class BalancedSize(SequentialSize):
