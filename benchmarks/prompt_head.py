@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from winnow.config import validate
 from winnow.engine.pretrained import located
 from winnow.env.prompting import encode_prompt
-from winnow.methods.gate.arrol.stats import auroc
+from winnow.methods.predictions import auroc
 from winnow.record.records import LEDGER, read_config
 from winnow.run.build import build_task
 

@@ -232,7 +232,7 @@ def test_a_resumed_run_goes_on_with_its_gates(arguments: dict[str, Any], tmp_pat
 
 
 OPTIONS: dict[str, list[Any]] = {
-    "selector": ["uniform", "greso", "backoff", "pass_rate"],
+    "selector": ["uniform", "greso", "backoff", "bayes", "thompson", "pass_rate"],
     "filter": ["keep_all", "zero_variance", {"name": "zero_variance", "refill": False}],
     "gates": [[], [PRUNING]],
     "advantage": [None, "grpo", "rloo", "dr_grpo", "max_at_k", "opo", "reinforce_pp", "opob", "otb", "remax"],
@@ -244,7 +244,7 @@ def expected(methods: dict[str, Any]) -> str | None:
     """What the refusal of these names; None: they work."""
     if methods["advantage"] in ("otb", "remax"):
         return "advantage|step_scale"  # whichever is looked at first
-    if methods["advantage"] == "reinforce_pp" and methods["selector"] in ("greso", "backoff"):
+    if methods["advantage"] == "reinforce_pp" and methods["selector"] in ("greso", "backoff", "bayes", "thompson"):
         return "selector"
     if methods["advantage"] == "reinforce_pp" and methods["filter"] != "keep_all":
         return "filter"

@@ -26,9 +26,15 @@ pytest.importorskip("vllm")
 
 
 IN_PARTS = {"group_size": {"name": "sequential", "probe": 2, "hard_size": 6}, "num_generations": 4}
+POSTERIORS = {"selector": "bayes", "group_size": "allocate", "num_generations": 4}
+DRAWS = {"selector": "thompson", "filter": "zero_variance", "rollout_batch": "adaptive", "max_lag": 1}
 
 
-@pytest.mark.parametrize("methods", [{}, EVERYTHING, IN_PARTS], ids=["plain", "everything", "in parts"])
+@pytest.mark.parametrize(
+    "methods",
+    [{}, EVERYTHING, IN_PARTS, POSTERIORS, DRAWS],
+    ids=["plain", "everything", "in parts", "posteriors", "draws"],
+)
 def test_a_run_is_that_of_the_embedded_engine(config: dict[str, Any], tmp_path: Path, methods: dict[str, Any]) -> None:
     """Up to rounding, which in so few steps turns no token."""
     theirs = train(config | methods)

@@ -17,7 +17,8 @@ from winnow.base.array_json import pack
 from winnow.methods.gate.arrol.gate import Arrol
 from winnow.methods.gate.arrol.head import FILE, Example, HeadWeights, QualityHead
 from winnow.methods.gate.arrol.rule import ArrolRule
-from winnow.methods.gate.arrol.stats import Realised, auroc
+from winnow.methods.gate.arrol.stats import Realised
+from winnow.methods.predictions import auroc
 
 from ..builders.arrol import H, built, play, view
 

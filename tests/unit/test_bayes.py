@@ -11,6 +11,7 @@ import pytest
 from winnow.methods.group_kind import BY_REWARDS
 from winnow.methods.posterior import mixed_probability
 from winnow.methods.select.bayes import Bayes, BayesSelector
+from winnow.methods.select.thompson import Thompson
 from winnow.types import Prompt
 
 from ..builders.groups import make_group
@@ -118,12 +119,23 @@ def test_a_resume_goes_on_exactly() -> None:
     assert whole.select(50) == parts.select(50)
 
 
-def test_metrics_compare_prediction_and_outcome() -> None:
-    chosen = Bayes().build(PROMPTS, 0, BY_REWARDS)
-    assert "bayes/brier" not in chosen.metrics()
-    chosen.observe(make_group(0, [1.0, 0.0]))
-    chosen.observe(make_group(1, [1.0, 1.0]))
+@pytest.mark.parametrize(("options", "name"), [(Bayes(), "bayes"), (Thompson(), "thompson")])
+def test_metrics_compare_prediction_and_outcome(options: Bayes | Thompson, name: str) -> None:
+    chosen = options.build(PROMPTS, 0, BY_REWARDS)
+    assert f"{name}/brier" not in chosen.metrics()
+    for prompt, rewards in ((0, [1.0, 0.0]), (1, [1.0, 1.0]), (1, [1.0, 1.0]), (0, [0.0, 1.0])):
+        chosen.observe(make_group(prompt, rewards))
     found = chosen.metrics()
-    assert found["bayes/mixed"] == 0.5
-    assert 0 < found["bayes/predicted"] < 1
-    assert 0 < found["bayes/brier"] < 1
+    assert found[f"{name}/mixed"] == 0.5
+    assert 0 < found[f"{name}/predicted"] < 1
+    assert 0 < found[f"{name}/brier"] < 1
+    assert found[f"{name}/auroc"] == 0.875  # the first two chances are the same
+    chosen.end_step()
+    assert f"{name}/brier" not in chosen.metrics()
+
+
+def test_thompsons_chance_is_that_of_its_posterior() -> None:
+    """Beta(1, 1) at first: two rollouts differ with a chance of 1/3."""
+    chosen = Thompson().build(PROMPTS, 0, BY_REWARDS)
+    chosen.observe(make_group(0, [1.0, 0.0]))
+    assert chosen.metrics()["thompson/predicted"] == pytest.approx(1 / 3)

@@ -19,6 +19,7 @@ from ...types import Group, GroupKind, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
 from ..posterior import Posteriors, counts, mixed_probability
+from ..predictions import Predictions, charts
 from .stream import StreamSelector, StreamState
 
 
@@ -38,8 +39,7 @@ class Bayes:
     """Lowest probability to roll out a prompt."""
 
     def charts(self, name: str) -> list[Chart]:
-        lines = {"bayes/predicted": "predicted", "bayes/mixed": "found"}
-        return [Chart("Mixed groups among those rolled out", lines, share=True)]
+        return charts("bayes")
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> BayesSelector:
         """Build the selector. Raises ValueError when right answers are unknown."""
@@ -63,8 +63,7 @@ class BayesSelector(StreamSelector):
         self.size = 8
         """Size of the last step's smallest group: a probe decides whether its group is mixed."""
         self._sizes: list[int] = []
-        self._found: list[tuple[float, float, float, bool]] = []
-        """Posterior before each group of this step, the size to predict for, and whether it was mixed."""
+        self._predictions = Predictions()
 
     def keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
         """Return the probability to roll out each prompt, float64 [N]; 1 for one as promising as a new prompt."""
@@ -87,9 +86,9 @@ class BayesSelector(StreamSelector):
         right, wrong = counts(group, self.judge)
         if right + wrong < 2:
             return
-        a, b = self.posteriors.of(np.array([group.prompt.ordinal]))
-        mixed = self.judge.kind(group) is GroupKind.SIGNAL
-        self._found.append((float(a[0]), float(b[0]), min(self.size, right + wrong), mixed))
+        posterior = self.posteriors.of(np.array([group.prompt.ordinal]))
+        chance = mixed_probability(*posterior, min(self.size, int(right + wrong))).item()
+        self._predictions.add(chance, self.judge.kind(group) is GroupKind.SIGNAL)
         self._sizes.append(len(group.siblings))
         self.posteriors.add(group.prompt.ordinal, right, wrong)
 
@@ -97,18 +96,11 @@ class BayesSelector(StreamSelector):
         super().end_step()
         self.posteriors.end_step()
         self.size = min(self._sizes, default=self.size)
-        self._sizes, self._found = [], []
+        self._sizes = []
+        self._predictions.clear()
 
     def metrics(self) -> dict[str, float]:
-        metrics = super().metrics()
-        if self._found:
-            a, b, sizes, mixed = np.array(self._found).T
-            predicted = np.zeros(len(sizes))
-            for size in np.unique(sizes):
-                predicted[sizes == size] = mixed_probability(a[sizes == size], b[sizes == size], int(size))
-            metrics["bayes/predicted"], metrics["bayes/mixed"] = float(predicted.mean()), float(mixed.mean())
-            metrics["bayes/brier"] = float(((predicted - mixed) ** 2).mean())
-        return metrics
+        return super().metrics() | self._predictions.metrics("bayes")
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | self.posteriors.state_dict()

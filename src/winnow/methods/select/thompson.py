@@ -15,9 +15,11 @@ from pydantic.dataclasses import dataclass
 from ...base.array_json import Packed
 from ...base.options import CHECKED
 from ...base.state import Probability, State
-from ...types import KEEP, Group, Prompt, Verdict
+from ...types import KEEP, Group, GroupKind, Prompt, Verdict
+from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
-from ..posterior import counts
+from ..posterior import counts, mixed_probability
+from ..predictions import Predictions, charts
 from .stream import SELECT_STREAM, StreamSelector, StreamState
 
 
@@ -31,6 +33,9 @@ class Thompson:
     target: Probability = 0.5
     keep: Annotated[float, Field(ge=0, le=1)] = 0.5
     """What a posterior keeps of earlier visits when its prompt is visited again; the rest falls back to the prior."""
+
+    def charts(self, name: str) -> list[Chart]:
+        return charts("thompson")
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge = BY_REWARDS) -> ThompsonSelector:
         """Build the selector. Raises ValueError when right answers are unknown."""
@@ -57,6 +62,7 @@ class ThompsonSelector(StreamSelector):
         """Rollouts of each prompt; the prior, Beta(1, 1), is not counted."""
         self.kept_at = -1
         """Number of the last visit that was kept: the rest of its set is skipped."""
+        self._predictions = Predictions()
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         """Decide by whole sets of candidates, which begin at multiples of `candidates` in the epoch's order."""
@@ -92,5 +98,15 @@ class ThompsonSelector(StreamSelector):
         right, wrong = counts(group, self.judge)
         if right + wrong:
             ordinal, keep = group.prompt.ordinal, self.options.keep
+            a, b = (1.0 + n[[ordinal]] for n in (self.right_N, self.wrong_N))
+            chance = mixed_probability(a, b, int(right + wrong)).item()
+            self._predictions.add(chance, self.judge.kind(group) is GroupKind.SIGNAL)
             self.right_N[ordinal] = keep * self.right_N[ordinal] + right
             self.wrong_N[ordinal] = keep * self.wrong_N[ordinal] + wrong
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._predictions.clear()
+
+    def metrics(self) -> dict[str, float]:
+        return super().metrics() | self._predictions.metrics("thompson")

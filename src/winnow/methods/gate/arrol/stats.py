@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...predictions import auroc
+
 RELIABILITY_BINS = 10
 
 
@@ -97,12 +99,3 @@ def _reliability(q_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray) -> 
         sums = {"rollouts": weight_M.sum(), "predicted": weight_M @ q_M, "right": weight_M @ label_M}
         found |= {f"reliability/{number}/{name}": float(value) for name, value in sums.items()}
     return found
-
-
-def auroc(score_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray) -> float:
-    """Return the chance that a success scores above a failure, ties counted half; needs both kinds."""
-    values, index_N = np.unique(score_N, return_inverse=True)
-    positive_M = np.bincount(index_N, weight_N * label_N, minlength=len(values))
-    negative_M = np.bincount(index_N, weight_N * ~label_N, minlength=len(values))
-    below_M = np.cumsum(negative_M) - negative_M / 2
-    return float(positive_M @ below_M / (positive_M.sum() * negative_M.sum()))
