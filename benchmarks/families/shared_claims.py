@@ -21,6 +21,7 @@ TWICE = (*SMALL, *thrifty.TWICE, *thrifty.CLIP)
 METHODS = thrifty.METHODS | {
     "bayes-shared": (*thrifty.BAYES, *DRAFTS),
     "mopps-shared": ("selector=thompson", *thrifty.ROUNDS, *DRAFTS),
+    "oracle-shared": (*thrifty.ORACLE, *DRAFTS),
     "thrifty-shared": SMALL,
     "thrifty-shared-linear": (*SMALL, *thrifty.LINEAR),
     "thrifty-shared-linear-long": (*SMALL, *thrifty.LINEAR),
@@ -39,6 +40,7 @@ COMPOSITIONS: dict[str, tuple[tuple[str, float], ...]] = {
 """Task -> compositions and their rates."""
 DAPO = {"chain": 1, "smollm2": 2, "countdown": 2, "alfworld": 2}
 """The base's best rate."""
+PEERS = ("greso", *thrifty.PEERS[:-1], "mopps-shared", "oracle-shared")
 TWINS = {thrifty.BASE: "dapo-fixed-shared", "dapo": "dapo-shared"}
 """Base, of which all sampled tokens count, as in an engine that does not share -> the same runs, those decoded."""
 
@@ -61,11 +63,29 @@ def task_of(name: str, runs: Figures, base: str = thrifty.BASE) -> thrifty.Task:
     return thrifty.Task(name, runs, base, smooth=False, rates=rates)
 
 
+PER_TOKEN = (
+    t.mean("mixed groups per 1,000 tokens, first tenth", "mixed_per_1000.0", "{:.2f}"),
+    t.mean("last tenth", "mixed_per_1000.9", "{:.2f}"),
+)
+
+
+def paired_columns(task: thrifty.Task) -> list[t.Column]:
+    return [
+        *task.paired_columns(),
+        t.Column("seconds to 95% of it", task.to_base(0.95, "seconds")),
+        t.ratio("sampled tokens, whole run", lambda run: run["tokens"] + run["accepted"]),
+    ]
+
+
 def tables(said: Said) -> dict[str, str]:
     runs = said["runs"]
     arms = list(dict.fromkeys(arm for of_task in COMPOSITIONS.values() for arm, _ in of_task))
     every = [task_of(name, runs, base) for name in COMPOSITIONS for base in (*thrifty.BASES, *TWINS.values())]
-    made = {"shared": thrifty.paired(every, arms)}
+    peers = [task_of("countdown", runs, base) for base in TWINS.values()]
+    made = {
+        "shared": thrifty.paired(every, arms, paired_columns),
+        "shared-peers": thrifty.paired(peers, PEERS, paired_columns),
+    }
     for name in COMPOSITIONS:
         task = task_of(name, runs)
         found = {
@@ -76,7 +96,7 @@ def tables(said: Said) -> dict[str, str]:
         for table, tuning in ((f"shared-{name}", False), (f"shared-rates-{name}", True)):
             rows = {arm: [run for run in of if (run["seed"] in thrifty.TUNING) is tuning] for arm, of in found.items()}
             if rows := {arm: of for arm, of in rows.items() if of}:
-                made[table] = t.table_of(rows, task.outcomes())
+                made[table] = t.table_of(rows, [*task.outcomes(), *PER_TOKEN])
     return made
 
 

@@ -126,6 +126,8 @@ TASKS = {
         3,
     ),
 }
+PAID = ("generate", "update", "reuse")
+"""Parts of a step whose seconds count; evaluations and checkpoints do not."""
 BASE = "dapo-fixed"
 BASES = (BASE, "dapo-fixed-linear", "dapo")
 COMPARED = ("thrifty", "dapo", "dapo-fixed-linear", "all")
@@ -146,8 +148,12 @@ def summary(run: Run, decoded: bool = False) -> Summary:
     accepted = {0: 0.0} | {
         int(r["step"]): r["num_tokens"] - r["num_decoded_tokens"] if decoded else 0.0 for r in run.rows
     }
-    judged = [(row["groups/judged"], row["frac_reward_zero_std"]) for row in run.rows if "frac_reward_zero_std" in row]
-    groups, equal = sum(n for n, _ in judged), sum(n * share for n, share in judged)
+    judged_N = np.array([row.get("groups/judged", 0.0) for row in run.rows])
+    mixed_N = judged_N * (1 - np.array([row.get("frac_reward_zero_std", 1.0) for row in run.rows]))
+    paid_N = np.diff([row["num_decoded_tokens" if decoded else "num_tokens"] for row in run.rows], prepend=0.0)
+    tenths = np.array_split(np.arange(len(run.rows)), 10)
+    seconds = np.cumsum([sum(row.get(f"seconds/{part}", 0.0) for part in PAID) for row in run.rows])
+    at = {int(row["step"]): second for row, second in zip(run.rows, seconds.tolist(), strict=True)}
     return {
         "seed": run.seed,
         "pass@1": passed[-1],
@@ -155,8 +161,11 @@ def summary(run: Run, decoded: bool = False) -> Summary:
         "mean_pass@1": float(np.mean(passed[1:])),
         "tokens": run.data.tokens - max(accepted.values()),
         "accepted": max(accepted.values()),
-        "mixed": round(1 - equal / max(1, groups), 4),
-        "seconds": sum(row.get(f"seconds/{part}", 0.0) for row in run.rows for part in ("generate", "update", "reuse")),
+        "mixed": round(float(mixed_N.sum() / max(1, judged_N.sum())), 4),
+        "mixed_per_1000": [round(1000 * float(mixed_N[t].sum() / max(1, paid_N[t].sum())), 3) for t in tenths],
+        "seconds": seconds[-1].item(),
+        "sampled_at": [point.tokens for point in run.data.curve],
+        "seconds_at": [round(at.get(point.step, 0.0), 1) for point in run.data.curve],
         "deployed": run.deployed,
         "curve": [[step, tokens - accepted[int(step)], *rest] for step, tokens, *rest in run.curve],
     }
@@ -197,7 +206,7 @@ class Task:
         """
         self.base_arm = base
         self.base_runs = self.of(base, self.rates[base]) if base in self.rates else []
-        self.base = {run["seed"]: run["curve"] for run in self.base_runs}
+        self.base = {run["seed"]: run for run in self.base_runs}
 
     def of(self, arm: str, rate: float) -> list[Summary]:
         return self.runs.get(name_of(arm, rate, self.name), [])
@@ -212,29 +221,30 @@ class Task:
         most = [rate for rate in curves if runs[rate] == max(runs.values())]
         return max(most, key=lambda rate: np.mean([at_tokens(curves[rate], t) for t in tokens]))
 
-    def pairs(self, found: list[Summary]) -> list[tuple[Curve, Curve]]:
-        """Curves of runs, and the base's of their seed."""
+    def pairs(self, found: list[Summary], axis: str = "tokens") -> list[tuple[Curve, Curve]]:
+        """Curves of runs, and the base's of their seed. `axis`: what is paid, `tokens` or `seconds`."""
         paired = []
         for run in found:
-            curve = run["curve"]
-            if base := self.base.get(run["seed"]):
-                if self.smooth and base is not curve:
+            other = self.base.get(run["seed"])
+            curve, base = (curve_of(each, axis) if each else None for each in (run, other))
+            if curve and base:
+                if self.smooth and other is not run:
                     curve = smoothed(curve, base[-1][1] / (len(base) - 1) / 2)
                 paired.append((curve, base))
         return paired
 
-    def ahead(self, found: list[Summary], _: list[Summary]) -> str:
+    def ahead(self, found: list[Summary], _: list[Summary], axis: str = "tokens") -> str:
         passed = []
-        for curve, base in self.pairs(found):
+        for curve, base in self.pairs(found, axis):
             tokens = min(curve[-1][1], base[-1][1])
             passed.append((at_tokens(curve, tokens), at_tokens(base, tokens)))
         return t.text(t.paired_estimate(passed, False), "{:+.3f}")
 
-    def to(self, level: Callable[[Curve, Curve], float], missing: str = "") -> Cell:
-        """Tokens to a level of pass@1, given the arm's curve and the base's, as a share of the base's."""
+    def to(self, level: Callable[[Curve, Curve], float], missing: str = "", axis: str = "tokens") -> Cell:
+        """Cost to a level of pass@1, given the arm's curve and the base's, as a share of the base's."""
 
         def cell(found: list[Summary], _: list[Summary]) -> str:
-            pairs = self.pairs(found)
+            pairs = self.pairs(found, axis)
             costs = [tuple(t.cost_to(curve, level(*pair), "tokens") for curve in pair) for pair in pairs]
             there = [(own, base) for own, base in costs if own and base]
             missed = len(pairs) - len(there)
@@ -244,8 +254,8 @@ class Task:
 
         return cell
 
-    def to_base(self, part: float) -> Cell:
-        return self.to(lambda _, base: part * base[-1][3])
+    def to_base(self, part: float, axis: str = "tokens") -> Cell:
+        return self.to(lambda _, base: part * base[-1][3], axis=axis)
 
     def columns(self) -> list[Column]:
         return [*self.outcomes(), *self.to_levels()]
@@ -277,8 +287,18 @@ class Task:
             t.difference("over 8 answers", "deployed.pass@1"),
             t.difference("final pass@8", "deployed.pass@8"),
             Column("pass@1 at equal tokens", self.ahead),
-            Column("tokens to 95% of its final pass@1", self.to_base(0.95)),
+            Column("tokens to its final pass@1", self.to_base(1.0)),
+            Column("to 95% of it", self.to_base(0.95)),
         ]
+
+
+def curve_of(run: Summary, axis: str) -> Curve | None:
+    """The run's curve, with `seconds` or `sampled` tokens in the place of what counts; None where not recorded."""
+    if axis == "tokens":
+        return run["curve"]
+    if f"{axis}_at" not in run:
+        return None
+    return [[p[0], cost, *p[2:]] for p, cost in zip(run["curve"], run[f"{axis}_at"], strict=True)]
 
 
 def at_tokens(curve: Curve, tokens: float) -> float:
@@ -316,11 +336,13 @@ def against(runs: Figures, arms: Sequence[str], bases: Sequence[str], tasks: Seq
     return paired([Task(task, runs, base) for task in tasks for base in bases], arms)
 
 
-def paired(tasks: Sequence[Task], arms: Sequence[str]) -> str:
+def paired(
+    tasks: Sequence[Task], arms: Sequence[str], columns_of: Callable[[Task], list[Column]] = Task.paired_columns
+) -> str:
     """Each arm and the task's base."""
     rows = []
     for task in tasks:
-        columns = task.paired_columns()
+        columns = columns_of(task)
         for arm in arms if task.base else ():
             found = task.of(arm, task.rates[arm]) if arm != task.base_arm and arm in task.rates else []
             if found := [run for run in found if run["seed"] not in TUNING and run["seed"] in task.base]:

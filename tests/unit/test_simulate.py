@@ -17,7 +17,7 @@ from winnow.record.account import Counts
 from winnow.record.ledger import Ledger
 from winnow.record.proof import FATES
 from winnow.run.build import build_task
-from winnow.study.simulate import Policy, Rewards, policy_of, simulate
+from winnow.study.simulate import Policy, Rewards, growth_to, policy_of, simulate
 from winnow.types import Group, Job, Prompt, Visit
 
 ENV = {"name": "countdown", "train_size": 120, "test_size": 8}
@@ -83,6 +83,15 @@ def test_rates_rise_together_with_the_groups_that_teach(profile: Path) -> None:
     assert still["mean_rate"] == pytest.approx(0.5, abs=0.01)
     assert learns["mean_rate"] > 0.55
     assert simulate(config(seed=3), profile) | {"seconds": 0} == simulate(config(seed=3), profile) | {"seconds": 0}
+
+
+def test_growth_is_fitted_to_where_a_run_ended(profile: Path) -> None:
+    c = config(max_steps=100)
+    growth = growth_to(c, profile, 0.58)
+    assert simulate(c, profile, growth=growth)["mean_rate"] == pytest.approx(0.58, abs=0.005)
+    for goal, message in ((0.4, "must be above the mean rate of the profile, 0.5"), (1.0, "too few groups teach")):
+        with pytest.raises(ConfigError, match=f"ends-at: .*{message}"):
+            growth_to(c, profile, goal)
 
 
 def test_few_rollouts_of_a_prompt_say_little_about_it() -> None:

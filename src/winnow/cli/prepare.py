@@ -66,6 +66,9 @@ def simulate(
     rates: Annotated[Path, typer.Option(help="Pass-rate profile of its model, from `winnow pass-rates`.")],
     overrides: Overrides = None,
     growth: Annotated[float, typer.Option(help="Logits that 1,000 groups with a signal add to all pass rates.")] = 0.0,
+    ends_at: Annotated[
+        float | None, typer.Option(min=0, max=1, help="In place of growth: the mean pass rate that such a run reached.")
+    ] = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a rollout.")] = 1,
     as_json: Json = False,
 ) -> None:
@@ -73,7 +76,13 @@ def simulate(
 
     Prints tokens by fate, the signal for 1,000 tokens, and that of an oracle which knows every pass rate.
     """
-    from ..config import load_config
+    from ..config import ConfigError, load_config
+    from ..study.simulate import growth_to
     from ..study.simulate import simulate as run
 
-    show(run(load_config(config, overrides or ()), rates, growth=growth, length=length), as_json)
+    c = load_config(config, overrides or ())
+    if ends_at is not None:
+        if growth:
+            raise ConfigError("growth and ends-at both say how the policy learns; give one")
+        growth = growth_to(c, rates, ends_at)
+    show(run(c, rates, growth=growth, length=length), as_json)

@@ -30,6 +30,7 @@ from ..types import Fate, Group, Job, Prompt, Rollout
 SIMULATE_STREAM = 10
 LARGEST_GROUP = 1 << 20
 """Draws that the noise reserves for each visit."""
+MOST_GROWTH = 1000.0
 EDGE = 1e-6
 """Rates are kept so far from 0 and 1, for their logits."""
 
@@ -168,9 +169,29 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
         "signal_per_1000_tokens": 1000 * per_token,
         "oracle_per_1000_tokens": 1000 * best,
         "share_of_oracle": per_token / best if best else 0.0,
+        "growth": growth,
         "mean_rate": float(source.rates_N.mean()),
         "seconds": round(time.perf_counter() - started, 2),
     }
+
+
+def growth_to(c: RunConfig, profile: Path, goal: float) -> float:
+    """Return the growth with which the mean pass rate ends at `goal`, by bisection. Raises ConfigError if none does."""
+
+    def ends_at(growth: float) -> float:
+        return float(simulate(c, profile, growth=growth)["mean_rate"])
+
+    if (begins := ends_at(0.0)) >= goal:
+        raise ConfigError(f"ends-at: {goal} must be above the mean rate of the profile, {begins:.3f}")
+    low, high = 0.0, 0.25
+    while ends_at(high) < goal:
+        low, high = high, 2 * high
+        if high > MOST_GROWTH:
+            raise ConfigError(f"ends-at: too few groups teach for a mean rate of {goal}; raise max_steps, or lower it")
+    for _ in range(6):
+        middle = (low + high) / 2
+        low, high = (middle, high) if ends_at(middle) < goal else (low, middle)
+    return (low + high) / 2
 
 
 def _best_signal(rates: np.ndarray, best: int, groups: Sequence[Group]) -> float:
