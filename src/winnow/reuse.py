@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from pydantic import PositiveInt
 
+from .base.lag_bands import LAG_BANDS, band_of
 from .base.noise import noise_key
 from .base.sections import ReuseConfig
 from .base.state import State
@@ -84,9 +85,12 @@ class Reuse:
             "reuse/left_by_age": float(len(self.groups) - len(young)),
             "reuse/left_by_ess": float(stays.count(False)),
         }
-        for uses in sorted({used.uses for used in young}):
-            shares = [share for used, share in zip(young, ess, strict=True) if used.uses == uses]
-            self.metrics[f"reuse/ess/use_{uses + 1}"] = float(np.mean(shares))
+        by: dict[str, list[float]] = {}
+        bands = band_of(np.array([used.age(version) for used in young], np.int64)).tolist()
+        for used, share, band in zip(young, ess, bands, strict=True):
+            for name in (f"use_{used.uses + 1}", f"age_{[*LAG_BANDS][band]}"):
+                by.setdefault(name, []).append(share)
+        self.metrics |= {f"reuse/ess/{name}": float(np.mean(shares)) for name, shares in sorted(by.items())}
         near = [(used, log_w_G) for used, log_w_G, stay in zip(young, log_w, stays, strict=True) if stay]
         self.groups = [used for used, _ in near]
         # The least used first, or the same groups would be trained several times in a row.

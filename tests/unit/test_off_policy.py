@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from winnow.base.lag_bands import LAG_BANDS
 from winnow.learner.local.learner import LocalLearner
-from winnow.learner.off_policy import LAG_BANDS, lag_metrics, log_weights, sampling_metrics
+from winnow.learner.off_policy import lag_metrics, log_weights, sampling_metrics
 from winnow.learner.rows import Row
 from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES

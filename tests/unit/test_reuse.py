@@ -51,7 +51,8 @@ def test_each_group_is_used_so_often_and_the_batch_keeps_its_size(train: Callabl
     shares = [value for row in rows for key, value in row.items() if key.startswith("reuse/ess/")]
     assert np.allclose(shares, 1.0, atol=1e-4)
     assert {key for row in rows for key in row if key.startswith("reuse/ess/")} == {
-        f"reuse/ess/use_{n}" for n in (2, 3, 4)
+        *(f"reuse/ess/use_{n}" for n in (2, 3, 4)),
+        *(f"reuse/ess/age_{band}" for band in ("1", "2", "3-4", "5-8")),
     }
     plain = train("plain")
     assert rows[-1]["num_tokens"] < 0.6 * plain[-1]["num_tokens"]

@@ -11,13 +11,11 @@ from itertools import chain
 import numpy as np
 import torch
 
+from ..base.lag_bands import LAG_BANDS, band_of
 from ..methods.correct import effective_sample_size
 from ..types import Group
 from .base import Learner
 from .rows import Row, rollouts_of, rows_of_rollout
-
-LAG_BANDS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9-16": 9, "17_up": 17}
-"""Band name -> its smallest lag, ascending."""
 
 
 def sampling_metrics(log_ratio_N: torch.Tensor, log_w_B: torch.Tensor) -> dict[str, float]:
@@ -80,7 +78,6 @@ def lag_metrics(rows: Sequence[Row], version: int) -> dict[str, float]:
     `lag/mean`, `lag/max`: over action tokens; `lag/0` ... `lag/17_up`: share of tokens in each band.
     """
     lag_N = version - np.concatenate([row.rollout.versions[row.rollout.action_mask] for row in rows])
-    band_N = np.digitize(lag_N, list(LAG_BANDS.values())) - 1
-    shares = np.bincount(band_N, minlength=len(LAG_BANDS)) / len(lag_N)
+    shares = np.bincount(band_of(lag_N), minlength=len(LAG_BANDS)) / len(lag_N)
     bands = {f"lag/{name}": float(share) for name, share in zip(LAG_BANDS, shares, strict=True)}
     return {"lag/mean": float(lag_N.mean()), "lag/max": float(lag_N.max())} | bands
