@@ -153,7 +153,7 @@ def summary(run: Run, decoded: bool = False) -> Summary:
     paid_N = np.diff([row["num_decoded_tokens" if decoded else "num_tokens"] for row in run.rows], prepend=0.0)
     tenths = np.array_split(np.arange(len(run.rows)), 10)
     seconds = np.cumsum([sum(row.get(f"seconds/{part}", 0.0) for part in PAID) for row in run.rows])
-    at = {int(row["step"]): second for row, second in zip(run.rows, seconds.tolist(), strict=True)}
+    at = {0: 0.0} | {int(row["step"]): second for row, second in zip(run.rows, seconds.tolist(), strict=True)}
     return {
         "seed": run.seed,
         "pass@1": passed[-1],
@@ -165,7 +165,7 @@ def summary(run: Run, decoded: bool = False) -> Summary:
         "mixed_per_1000": [round(1000 * float(mixed_N[t].sum() / max(1, paid_N[t].sum())), 3) for t in tenths],
         "seconds": seconds[-1].item(),
         "sampled_at": [point.tokens for point in run.data.curve],
-        "seconds_at": [round(at.get(point.step, 0.0), 1) for point in run.data.curve],
+        "seconds_at": [round(at[point.step], 1) for point in run.data.curve],
         "deployed": run.deployed,
         "curve": [[step, tokens - accepted[int(step)], *rest] for step, tokens, *rest in run.curve],
     }

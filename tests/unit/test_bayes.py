@@ -139,3 +139,15 @@ def test_thompsons_chance_is_that_of_its_posterior() -> None:
     chosen = Thompson().build(PROMPTS, 0, BY_REWARDS)
     chosen.observe(make_group(0, [1.0, 0.0]))
     assert chosen.metrics()["thompson/predicted"] == pytest.approx(1 / 3)
+
+
+def test_the_size_of_a_group_in_parts_tells_nothing() -> None:
+    """Only mixed probes go on, so sizes would predict them perfectly; of the same posterior, nothing does."""
+    rng = np.random.default_rng(0)
+    chosen = Thompson().build(PROMPTS, 0, BY_REWARDS)
+    chosen.predictions.probe = 4
+    for prompt in range(400):
+        rewards = rng.integers(0, 2, 8).astype(float).tolist()
+        chosen.observe(make_group(prompt, rewards if len(set(rewards[:4])) > 1 else rewards[:4]))
+    assert chosen.metrics()["thompson/auroc"] == 0.5
+    assert chosen.metrics()["thompson/mixed"] == pytest.approx(7 / 8, abs=0.05)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from winnow import Trainer
 from winnow.config import ConfigError
 from winnow.engine.loading import load_causal_lm, load_tokenizer
+from winnow.run.standalone import evaluate_model
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.countdown import CountdownConfig
 
@@ -90,6 +91,18 @@ class TestSavedTypes:
         changes = {"model": str(half), "save_dtype": {"*": "bfloat16", "*.norms.*": "float32"}}
         with pytest.raises(ConfigError, match=r"save_dtype: no tensor of the model is called '\*.norms.\*'. One is"):
             Trainer(config=config | changes)
+
+    def test_tensors_of_the_files_that_the_model_lacks_have_no_type(
+        self, half: Path, config: dict[str, Any], tmp_path: Path
+    ) -> None:
+        """As in older files of Llama; the run's model can be evaluated."""
+        file = half / "model.safetensors"
+        stray = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        save_file(load_file(file) | stray, file, metadata={"format": "pt"})
+        trainer = Trainer(config=config | {"model": str(half)})
+        assert trainer.config.save_dtype == "bfloat16"
+        trainer.train()
+        assert evaluate_model(str(tmp_path / "run"), {"eval_prompts": 2, "eval_generations": 1})["prompts"] == 2
 
     def test_an_object_is_trained_in_float32_and_saved_as_it_was_given(
         self, half: Path, config: dict[str, Any], tmp_path: Path

@@ -27,6 +27,7 @@ from .fake_run import FakeRun, finished
 
 REWARD = f"{parity.__file__}:parity_reward"
 SEQUENTIAL = {"group_size": {"name": "sequential", "probe": 2}, "filter": "zero_variance", "num_generations": 4}
+UNBIASED = {"name": "sequential", "probe": 2, "unbiased": True}
 
 
 def by_parity(visit: Visit, size: int) -> list[float | None]:
@@ -188,14 +189,26 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
         ),
         (
             {"group_size": {"name": "sequential", "probe": 2, "hard_size": 6, "unbiased": True}},
-            "group_size: unbiased weights know only of a probe",
+            "group_size: unbiased supports a single probe only",
         ),
         (
             {
-                "group_size": {"name": "sequential", "probe": 2, "unbiased": True},
+                "group_size": UNBIASED,
                 "advantage": {"name": "max_at_k", "k": 2},
             },
-            "group_size: unbiased needs an advantage that is 0 where",
+            "group_size: unbiased needs advantage: rloo, grpo or dr_grpo",
+        ),
+        (
+            {"group_size": UNBIASED, "beta": 0.1},
+            "group_size: unbiased weighs the rewards' gradient alone",
+        ),
+        (
+            {
+                "group_size": UNBIASED,
+                "group_weighting": "equal",
+                "loss_type": "dapo",
+            },
+            "group_size: unbiased has no effect where loss_type: dapo",
         ),
         ({"gates": [{"name": "random", "k": 1}]}, "group_size: gates compare the siblings of a group"),
         ({"advantage": "remax", "filter": "keep_all"}, "group_size: advantage: remax needs a greedy rollout a group"),
@@ -270,7 +283,7 @@ def test_unbiased_weights_undo_the_stop(advantage: str, reward_of: list[float | 
 
 def test_unbiased_weights_reach_the_update(tmp_path: Path) -> None:
     config = {"max_steps": 2, "prompts_per_step": 2} | SEQUENTIAL
-    config["group_size"] = {"name": "sequential", "probe": 2, "unbiased": True}
+    config["group_size"] = UNBIASED
     run = FakeRun(tmp_path / "l.sqlite", by_parity, config).run()
     groups = [group for batch in run.update.batches for group in batch]
     assert [rollout.survival_p for group in groups for rollout in group.rollouts] == pytest.approx(

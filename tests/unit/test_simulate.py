@@ -89,7 +89,12 @@ def test_growth_is_fitted_to_where_a_run_ended(profile: Path) -> None:
     c = config(max_steps=100)
     growth = growth_to(c, profile, 0.58)
     assert simulate(c, profile, growth=growth)["mean_rate"] == pytest.approx(0.58, abs=0.005)
-    for goal, message in ((0.4, "must be above the mean rate of the profile, 0.5"), (1.0, "too few groups teach")):
+    for goal, message in (
+        (0.4, "must be below 1 and above the mean rate at the start, 0.5"),
+        (1.0, "must be below 1"),
+        (float("nan"), "must be below 1"),
+        (0.9999999, "too few groups teach"),
+    ):
         with pytest.raises(ConfigError, match=f"ends-at: .*{message}"):
             growth_to(c, profile, goal)
 

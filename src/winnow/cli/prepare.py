@@ -83,6 +83,6 @@ def simulate(
     c = load_config(config, overrides or ())
     if ends_at is not None:
         if growth:
-            raise ConfigError("growth and ends-at both say how the policy learns; give one")
+            raise ConfigError("growth: ends-at chooses it; give one of them")
         growth = growth_to(c, rates, ends_at)
     show(run(c, rates, growth=growth, length=length), as_json)

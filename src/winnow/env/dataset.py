@@ -22,6 +22,7 @@ from .rewards.math import math_reward, same_answers
 from .rewards.scores import STANDARD
 from .row_files import DataError, Row
 from .rows import has_splits, read_rows, rows_of
+from .synthetic_data import PREFIX
 
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")
 """Columns that hold a part of the prompt in multimodal data."""
@@ -67,7 +68,8 @@ class DatasetConfig:
         if self.test is None and self.test_split != "test":
             raise ValueError("dataset: test_split has no effect without test; give test, e.g. the same name as path")
         train, test = ([p] if isinstance(p, str) else p or [] for p in (self.path, self.test))
-        for key, sources in (("split", train), ("test_split", test), ("subset", [*train, *test])):
+        subsets = [source for source in (*train, *test) if not source.startswith(PREFIX)]
+        for key, sources in (("split", train), ("test_split", test), ("subset", subsets)):
             if getattr(self, key) != getattr(DatasetConfig, key) and not any(map(has_splits, sources)):
                 raise ValueError(f"dataset: {key} has no effect on a file or a data set without splits; remove it")
         if self.test is not None and self.test_size:

@@ -85,6 +85,8 @@ def _hugging_face(source: str, split: str, subset: str | None) -> Iterator[Row]:
     try:
         if any((directory / name).is_file() for name in (SAVED, "dataset_dict.json")):
             rows = datasets.load_from_disk(str(directory))
+            if not isinstance(rows, Mapping) and split not in ("train", "test"):
+                raise ValueError("this directory has no splits")
             if subset is not None:
                 raise ValueError(f"this directory has no subset '{subset}'")
             rows = rows[split] if isinstance(rows, Mapping) else rows

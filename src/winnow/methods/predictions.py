@@ -4,46 +4,56 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..types import Group, GroupKind
 from .base import Chart
+from .group_kind import GroupJudge
+from .posterior import mixed_probability
 
 
 class Predictions:
-    """Chances that groups are mixed, and which of them are."""
+    """Chances that groups are mixed, by the posteriors of their pass rates, and which of them are."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[float, bool]] = []
+        self.probe: int | None = None
+        """Siblings that every group has; None: groups are rolled out at once. The others are there only if these are
+        mixed, and would tell what was to be predicted."""
+        self._pairs: list[tuple[float, bool]] = []
 
-    def add(self, chance: float, mixed: bool) -> None:
-        self._found.append((chance, mixed))
+    def add(self, group: Group, a: np.ndarray, b: np.ndarray, judge: GroupJudge) -> None:
+        """Compare a finished group with the posterior before it, Beta(a, b), arrays of one number."""
+        rewards = [r.reward for r in group.siblings[: self.probe] if r.reward is not None]
+        kind = judge.of_rewards(rewards)
+        if kind is not GroupKind.NOT_JUDGED:
+            self._pairs.append((mixed_probability(a, b, len(rewards)).item(), kind is GroupKind.SIGNAL))
 
     def clear(self) -> None:
-        self._found = []
+        self._pairs = []
 
     def metrics(self, name: str) -> dict[str, float]:
         """Return the mean chance, the share of mixed groups, the Brier score, and the AUROC where there are both kinds.
 
         Only of groups that were rolled out: those that a selector prefers.
         """
-        if not self._found:
+        if not self._pairs:
             return {}
-        chance_N, mixed_N = np.array([chance for chance, _ in self._found]), np.array([m for _, m in self._found])
-        found = {
+        chance_N, mixed_N = np.array([chance for chance, _ in self._pairs]), np.array([m for _, m in self._pairs])
+        metrics = {
             f"{name}/predicted": float(chance_N.mean()),
             f"{name}/mixed": float(mixed_N.mean()),
             f"{name}/brier": float(((chance_N - mixed_N) ** 2).mean()),
         }
         if 0 < mixed_N.sum() < len(mixed_N):
-            found[f"{name}/auroc"] = auroc(chance_N, mixed_N)
-        return found
+            metrics[f"{name}/auroc"] = auroc(chance_N, mixed_N)
+        return metrics
 
 
 def charts(name: str) -> list[Chart]:
     """Return the charts of `Predictions.metrics`."""
-    shares = {f"{name}/predicted": "predicted", f"{name}/mixed": "found"}
-    told_apart = {f"{name}/auroc": "AUROC", f"{name}/brier": "Brier score"}
+    shares = {f"{name}/predicted": "predicted", f"{name}/mixed": "observed"}
+    quality = {f"{name}/auroc": "AUROC", f"{name}/brier": "Brier score"}
     return [
         Chart("Mixed groups among those rolled out", shares, share=True),
-        Chart("How well mixed groups are predicted", told_apart, share=True),
+        Chart("How well mixed groups are predicted", quality, share=True),
     ]
 
 

@@ -150,7 +150,9 @@ class Records:
         if self._gate_steps:
             whole = [g for g in groups if sum(r.reward is not None for r in g.siblings) > 1]
             whole = [g for g in whole if len({r.survival_p for r in g.siblings}) == 1]
-            self._append(GATE, (row for group in whole for row in rows_of(group, self._gate_steps, judge)))
+            rows = (row for group in whole for row in rows_of(group, self._gate_steps, judge))
+            # Without gates only a group size sets chances, and the groups that it stops are among the rows.
+            self._append(GATE, rows if self.config.gates else (row | {"weight": 1.0} for row in rows))
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         file = self._files[name]

@@ -104,6 +104,8 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     if c.eval_steps and not task.test:
         raise ConfigError("eval_steps: the task has no held-out prompts; give it some, or remove eval_steps")
     start = Start.of(c, None if isinstance(given.model, str) else given.model)
+    if not resumed:
+        start.require_names(c)
     machine = settle(c, start, resumed=resumed)
     c = machine.config
     machine.set_threads()

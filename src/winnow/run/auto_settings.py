@@ -84,8 +84,6 @@ def settle(
     parameters = sum(p.numel() for p in shell.parameters())
     preferred, why_preferred = choose_dtype(c, parameters, device)
     given = "as the run began" if resumed else "as configured"
-    if not resumed:
-        start.require_names(c)
     chosen, why = start.settled(c)
     why |= {"dtype": given, "threads": given}
     if name_of(c.engine) == AUTO:

@@ -112,13 +112,13 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
     warn_of_plain_text(task, tokenizer)
     warn_of_failing_prompts(c.max_prompt_length, task, tokenizer)
     alone = task.make_env(first) is None
-    if c.success is not None and c.success.function == "env" and alone:
+    if not rewarder.names and alone:
+        raise ConfigError("reward_funcs: missing, and the task has no reward; give e.g. 'my_reward.py:my_reward'")
+    if c.success is not None and c.success.function == "env" and alone and "env" not in rewarder.aliases:
         raise ConfigError(
             "success: function: 'env' is the reward of an environment, and this task has none; name one of "
             f"reward_funcs: {', '.join(rewarder.names)}"
         )
-    if not rewarder.names and alone:
-        raise ConfigError("reward_funcs: missing, and the task has no reward; give e.g. 'my_reward.py:my_reward'")
     if rewarder.names and getattr(task, "rewards_itself", False):
         raise ConfigError(
             f"reward_funcs: {', '.join(rewarder.names)} would never be asked: the environment gives the reward; remove "

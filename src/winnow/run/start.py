@@ -64,6 +64,9 @@ class Start:
             types = types_in(self.model) if self.model is not None else types_of(self.source)
             if self.resume and self.adapter is not None:
                 types["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
+            if len(types) > 1:  # a file may hold tensors that the model does not
+                names = {"*", "*.lora_*", *self.shell().state_dict()}
+                types = {name: kind for name, kind in types.items() if name in names}
             one = len(set(types.values())) == 1  # else dtypes by name
             chosen["save_dtype"] = next(iter(types.values())) if one else types or "auto"
         return chosen, why

@@ -181,8 +181,9 @@ def growth_to(c: RunConfig, profile: Path, goal: float) -> float:
     def ends_at(growth: float) -> float:
         return float(simulate(c, profile, growth=growth)["mean_rate"])
 
-    if (begins := ends_at(0.0)) >= goal:
-        raise ConfigError(f"ends-at: {goal} must be above the mean rate of the profile, {begins:.3f}")
+    begins = ends_at(0.0)
+    if not begins < goal < 1:
+        raise ConfigError(f"ends-at: {goal} must be below 1 and above the mean rate at the start, {begins:.3f}")
     low, high = 0.0, 0.25
     while ends_at(high) < goal:
         low, high = high, 2 * high

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
 from ...base.state import Probability, State
-from ...types import Group, GroupKind, Prompt, Verdict
+from ...types import Group, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
 from ..posterior import Posteriors, counts, mixed_probability
@@ -63,7 +63,7 @@ class BayesSelector(StreamSelector):
         self.size = 8
         """Size of the last step's smallest group: a probe decides whether its group is mixed."""
         self._sizes: list[int] = []
-        self._predictions = Predictions()
+        self.predictions = Predictions()
 
     def keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
         """Return the probability to roll out each prompt, float64 [N]; 1 for one as promising as a new prompt."""
@@ -86,9 +86,7 @@ class BayesSelector(StreamSelector):
         right, wrong = counts(group, self.judge)
         if right + wrong < 2:
             return
-        posterior = self.posteriors.of(np.array([group.prompt.ordinal]))
-        chance = mixed_probability(*posterior, min(self.size, int(right + wrong))).item()
-        self._predictions.add(chance, self.judge.kind(group) is GroupKind.SIGNAL)
+        self.predictions.add(group, *self.posteriors.of(np.array([group.prompt.ordinal])), self.judge)
         self._sizes.append(len(group.siblings))
         self.posteriors.add(group.prompt.ordinal, right, wrong)
 
@@ -97,10 +95,10 @@ class BayesSelector(StreamSelector):
         self.posteriors.end_step()
         self.size = min(self._sizes, default=self.size)
         self._sizes = []
-        self._predictions.clear()
+        self.predictions.clear()
 
     def metrics(self) -> dict[str, float]:
-        return super().metrics() | self._predictions.metrics("bayes")
+        return super().metrics() | self.predictions.metrics("bayes")
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | self.posteriors.state_dict()

@@ -15,10 +15,10 @@ from pydantic.dataclasses import dataclass
 from ...base.array_json import Packed
 from ...base.options import CHECKED
 from ...base.state import Probability, State
-from ...types import KEEP, Group, GroupKind, Prompt, Verdict
+from ...types import KEEP, Group, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
-from ..posterior import counts, mixed_probability
+from ..posterior import counts
 from ..predictions import Predictions, charts
 from .stream import SELECT_STREAM, StreamSelector, StreamState
 
@@ -62,7 +62,7 @@ class ThompsonSelector(StreamSelector):
         """Rollouts of each prompt; the prior, Beta(1, 1), is not counted."""
         self.kept_at = -1
         """Number of the last visit that was kept: the rest of its set is skipped."""
-        self._predictions = Predictions()
+        self.predictions = Predictions()
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         """Decide by whole sets of candidates, which begin at multiples of `candidates` in the epoch's order."""
@@ -98,15 +98,13 @@ class ThompsonSelector(StreamSelector):
         right, wrong = counts(group, self.judge)
         if right + wrong:
             ordinal, keep = group.prompt.ordinal, self.options.keep
-            a, b = (1.0 + n[[ordinal]] for n in (self.right_N, self.wrong_N))
-            chance = mixed_probability(a, b, int(right + wrong)).item()
-            self._predictions.add(chance, self.judge.kind(group) is GroupKind.SIGNAL)
+            self.predictions.add(group, 1.0 + self.right_N[[ordinal]], 1.0 + self.wrong_N[[ordinal]], self.judge)
             self.right_N[ordinal] = keep * self.right_N[ordinal] + right
             self.wrong_N[ordinal] = keep * self.wrong_N[ordinal] + wrong
 
     def end_step(self) -> None:
         super().end_step()
-        self._predictions.clear()
+        self.predictions.clear()
 
     def metrics(self) -> dict[str, float]:
-        return super().metrics() | self._predictions.metrics("thompson")
+        return super().metrics() | self.predictions.metrics("thompson")

@@ -7,7 +7,7 @@ right and half wrong (Reinforce-Ada, arXiv 2510.04996, positive-focused and bala
 
 What stopping does to the gradient: with rewards 0 and 1 a prompt's expected gradient keeps its direction, the gradient
 of its pass rate p, and only its weight changes (docs/sequential.md). Prompts near p = 0 and p = 1 lose weight;
-`unbiased` gives it back.
+`unbiased` restores it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from ...base.errors import ConfigError
 from ...base.options import CHECKED
 from ...types import Group, GroupKind, Prompt
 from ..base import RunFacts
@@ -49,7 +50,12 @@ class Sequential:
         if run.greedy_baseline:
             yield f"advantage: {run.config.advantage} needs a greedy rollout a group; use another advantage"
         if self.unbiased and (self.balanced or self.hard_size is not None):
-            yield "unbiased weights know only of a probe; remove unbiased, or hard_size and balanced"
+            yield "unbiased supports a single probe only; remove it, or hard_size and balanced"
+        c = run.config
+        if self.unbiased and (c.beta or c.entropy_coef):
+            yield "unbiased weighs the rewards' gradient alone; remove it, or beta and entropy_coef"
+        if self.unbiased and c.loss_type == "dapo" and c.group_weighting == "equal":
+            yield "unbiased has no effect where loss_type: dapo averages each group by its tokens; choose another"
 
     def build(self, num_generations: int) -> SequentialSize:
         """Build the rule. Raises ValueError unless probe < num_generations, and probe < hard_size."""
@@ -80,7 +86,7 @@ class SequentialSize(GroupSize):
         self._judge = judge
         advantage = judge.advantage
         if self.unbiased and (advantage is None or advantage.may_vanish or not advantage.group_relative):
-            raise ValueError("unbiased needs an advantage that is 0 where a group's rewards are equal, and only there")
+            raise ValueError("unbiased needs advantage: rloo, grpo or dr_grpo, which are 0 only for equal rewards")
 
     def next(self, prompt: Prompt) -> int:
         return self.smallest
@@ -94,11 +100,11 @@ class SequentialSize(GroupSize):
         return min(self.smallest, self.hard_size - have) if kind is GroupKind.HARD else 0
 
     def learn(self, group: Group) -> None:
-        """Give the siblings of a group that went on its chance to. Raises ValueError for rewards of several agents."""
-        if not self.unbiased or len(group.rollouts) <= self.smallest:
+        """Give the siblings of a group that went on its chance to. Raises ConfigError for rewards of several agents."""
+        if not self.unbiased or len(group.rollouts) <= self.smallest or not self._judge.teaches(group):
             return
         if any(rollout.agent_rewards for rollout in group.rollouts):
-            raise ValueError("group_size: unbiased knows of no agents; remove it")
+            raise ConfigError("group_size: unbiased needs one reward a rollout, but agents have their own; remove it")
         chance = 1 - chance_to_stop(group.known_rewards(), len(group.rollouts), self.smallest, self._judge)
         for rollout in group.rollouts:
             rollout.survival_p = chance
