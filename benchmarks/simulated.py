@@ -32,9 +32,10 @@ ARMS += ("dapo-adaptive", "dapo-fixed")
 FITTED = "uniform"
 
 
-LEARNING = ("dapo-fixed", "dapo", "greso", "backoff", "mopps-shared", "speed-rl", "knapsack", "pilot-commit")
-LEARNING += ("reinforce-ada", "reinforce-ada-balanced")
+LEARNING = ("dapo-fixed", "dapo", "greso", "backoff", "mopps-shared", "speed-rl", "knapsack")
 """Arms of the tuned baselines with 32 groups and DAPO's rate."""
+TOKENS = 12
+"""Of an answer on Countdown, about."""
 
 
 def rollouts_of(rates: Path) -> dict[str, Any]:
@@ -58,8 +59,7 @@ def rollouts_of(rates: Path) -> dict[str, Any]:
 def learning_of(rates: Path) -> dict[str, Any]:
     """Simulated signal per sampled token, the real share of mixed groups, and real pass@1 after as many tokens."""
     runs, arms = read("shared.json"), shared.FAMILY.by_name()
-    there = {arm: counted(runs.get(thrifty.name_of(arm, 2), [])) for arm in LEARNING}
-    there = {arm: of for arm, of in there.items() if of}
+    there = {arm: counted(runs[thrifty.name_of(arm, 2)]) for arm in LEARNING}
     curves = {arm: [c for run in of if (c := thrifty.curve_of(run, "sampled"))] for arm, of in there.items()}
     least = min(curve[-1][1] for of in curves.values() for curve in of)
 
@@ -70,7 +70,7 @@ def learning_of(rates: Path) -> dict[str, Any]:
     growth = growth_to(config_of("dapo-fixed"), rates, float(np.mean([run["pass@1"] for run in there["dapo-fixed"]])))
     found: dict[str, Any] = {"growth": growth, "tokens": least, "arms": {}}
     for arm, of in there.items():
-        one = simulate(config_of(arm), rates, growth=growth, length=12)
+        one = simulate(config_of(arm), rates, growth=growth, length=TOKENS)
         found["arms"][arm] = {
             "seeds": len(of),
             "signal_per_1000_tokens": one["signal_per_1000_tokens"],

@@ -40,7 +40,7 @@ COMPOSITIONS: dict[str, tuple[tuple[str, float], ...]] = {
 """Task -> compositions and their rates."""
 DAPO = {"chain": 1, "smollm2": 2, "countdown": 2, "alfworld": 2}
 """The base's best rate."""
-PEERS = ("greso", *thrifty.PEERS[:-1], "mopps-shared", "oracle-shared")
+PEERS = ("greso", "speed-rl", "backoff", "knapsack", "mopps", "mopps-shared", "oracle-shared")
 TWINS = {thrifty.BASE: "dapo-fixed-shared", "dapo": "dapo-shared"}
 """Base, of which all sampled tokens count, as in an engine that does not share -> the same runs, those decoded."""
 
