@@ -145,7 +145,7 @@ def test_the_size_of_a_group_in_parts_tells_nothing() -> None:
     """Only mixed probes go on, so sizes would predict them perfectly; of the same posterior, nothing does."""
     rng = np.random.default_rng(0)
     chosen = Thompson().build(PROMPTS, 0, BY_REWARDS)
-    chosen.predictions.probe = 4
+    chosen.probe = 4
     for prompt in range(400):
         rewards = rng.integers(0, 2, 8).astype(float).tolist()
         chosen.observe(make_group(prompt, rewards if len(set(rewards[:4])) > 1 else rewards[:4]))

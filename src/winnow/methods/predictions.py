@@ -14,14 +14,15 @@ class Predictions:
     """Chances that groups are mixed, by the posteriors of their pass rates, and which of them are."""
 
     def __init__(self) -> None:
-        self.probe: int | None = None
-        """Siblings that every group has; None: groups are rolled out at once. The others are there only if these are
-        mixed, and would tell what was to be predicted."""
         self._pairs: list[tuple[float, bool]] = []
 
-    def add(self, group: Group, a: np.ndarray, b: np.ndarray, judge: GroupJudge) -> None:
-        """Compare a finished group with the posterior before it, Beta(a, b), arrays of one number."""
-        rewards = [r.reward for r in group.siblings[: self.probe] if r.reward is not None]
+    def add(self, group: Group, a: np.ndarray, b: np.ndarray, judge: GroupJudge, probe: int | None = None) -> None:
+        """Compare a finished group with the posterior before it, Beta(a, b), arrays of one number.
+
+        `probe`: only so many siblings count. The others are there only if these are mixed, and would tell what was to
+        be predicted.
+        """
+        rewards = [r.reward for r in group.siblings[:probe] if r.reward is not None]
         kind = judge.of_rewards(rewards)
         if kind is not GroupKind.NOT_JUDGED:
             self._pairs.append((mixed_probability(a, b, len(rewards)).item(), kind is GroupKind.SIGNAL))

@@ -93,8 +93,8 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
         group_size.begin(prompts, judge)
     with _errors_of("selector"):
         selector: StreamSelector = options["selector"][0].build(prompts, c.seed, judge)
-    if group_size.in_parts and hasattr(selector, "predictions"):
-        selector.predictions.probe = group_size.smallest
+    if group_size.in_parts:
+        selector.probe = group_size.smallest
     return Methods(
         selector=selector if c.audit is None else _audited(c, c.audit, selector, judge),
         rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),

@@ -63,7 +63,7 @@ class BayesSelector(StreamSelector):
         self.size = 8
         """Size of the last step's smallest group: a probe decides whether its group is mixed."""
         self._sizes: list[int] = []
-        self.predictions = Predictions()
+        self._predictions = Predictions()
 
     def keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
         """Return the probability to roll out each prompt, float64 [N]; 1 for one as promising as a new prompt."""
@@ -86,7 +86,8 @@ class BayesSelector(StreamSelector):
         right, wrong = counts(group, self.judge)
         if right + wrong < 2:
             return
-        self.predictions.add(group, *self.posteriors.of(np.array([group.prompt.ordinal])), self.judge)
+        a, b = self.posteriors.of(np.array([group.prompt.ordinal]))
+        self._predictions.add(group, a, b, self.judge, self.probe)
         self._sizes.append(len(group.siblings))
         self.posteriors.add(group.prompt.ordinal, right, wrong)
 
@@ -95,10 +96,10 @@ class BayesSelector(StreamSelector):
         self.posteriors.end_step()
         self.size = min(self._sizes, default=self.size)
         self._sizes = []
-        self.predictions.clear()
+        self._predictions.clear()
 
     def metrics(self) -> dict[str, float]:
-        return super().metrics() | self.predictions.metrics("bayes")
+        return super().metrics() | self._predictions.metrics("bayes")
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | self.posteriors.state_dict()

@@ -41,6 +41,8 @@ class StreamSelector(Stateful):
         self._fixed_N = order_N
         self.audit: RuleAudit | None = None
         """Rolls out some of the visits that the selector skips; see `AuditedSelector`."""
+        self.probe: int | None = None
+        """Siblings that every group has, where the others are rolled out later or never."""
         self.visits = 0
         self.skipped = 0
         """Visits skipped since the last `end_step`."""

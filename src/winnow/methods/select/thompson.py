@@ -62,7 +62,7 @@ class ThompsonSelector(StreamSelector):
         """Rollouts of each prompt; the prior, Beta(1, 1), is not counted."""
         self.kept_at = -1
         """Number of the last visit that was kept: the rest of its set is skipped."""
-        self.predictions = Predictions()
+        self._predictions = Predictions()
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         """Decide by whole sets of candidates, which begin at multiples of `candidates` in the epoch's order."""
@@ -98,13 +98,14 @@ class ThompsonSelector(StreamSelector):
         right, wrong = counts(group, self.judge)
         if right + wrong:
             ordinal, keep = group.prompt.ordinal, self.options.keep
-            self.predictions.add(group, 1.0 + self.right_N[[ordinal]], 1.0 + self.wrong_N[[ordinal]], self.judge)
+            a, b = 1.0 + self.right_N[[ordinal]], 1.0 + self.wrong_N[[ordinal]]
+            self._predictions.add(group, a, b, self.judge, self.probe)
             self.right_N[ordinal] = keep * self.right_N[ordinal] + right
             self.wrong_N[ordinal] = keep * self.wrong_N[ordinal] + wrong
 
     def end_step(self) -> None:
         super().end_step()
-        self.predictions.clear()
+        self._predictions.clear()
 
     def metrics(self) -> dict[str, float]:
-        return super().metrics() | self.predictions.metrics("thompson")
+        return super().metrics() | self._predictions.metrics("thompson")
