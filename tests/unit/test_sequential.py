@@ -156,6 +156,13 @@ def test_a_resume_keeps_the_probes_of_groups_in_flight(tmp_path: Path) -> None:
         {"selector": "greso", "audit": {"epsilon": 0.3}},
         {"max_lag": 2, "rollout_batch": "adaptive", "correction": "truncate"},
         {"reuse": {"updates": 2}, "policy_loss": "clip", "step_scale": "ess"},
+        {
+            "group_size": UNBIASED,
+            "max_lag": 2,
+            "correction": "truncate",
+            "selector": "greso",
+            "audit": {"epsilon": 0.3},
+        },
         {"group_size": {"name": "sequential", "probe": 2, "hard_size": 7}, "max_lag": 2, "correction": "truncate"},
     ],
     ids=str,
@@ -192,10 +199,7 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
             "group_size: unbiased supports a single probe only",
         ),
         (
-            {
-                "group_size": UNBIASED,
-                "advantage": {"name": "max_at_k", "k": 2},
-            },
+            {"group_size": UNBIASED, "advantage": {"name": "max_at_k", "k": 2}},
             "group_size: unbiased needs advantage: rloo, grpo or dr_grpo",
         ),
         (
@@ -203,11 +207,7 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
             "group_size: unbiased weighs the rewards' gradient alone",
         ),
         (
-            {
-                "group_size": UNBIASED,
-                "group_weighting": "equal",
-                "loss_type": "dapo",
-            },
+            {"group_size": UNBIASED, "group_weighting": "equal", "loss_type": "dapo"},
             "group_size: unbiased has no effect where loss_type: dapo",
         ),
         ({"gates": [{"name": "random", "k": 1}]}, "group_size: gates compare the siblings of a group"),
@@ -286,10 +286,9 @@ def test_unbiased_weights_reach_the_update(tmp_path: Path) -> None:
     config["group_size"] = UNBIASED
     run = FakeRun(tmp_path / "l.sqlite", by_parity, config).run()
     groups = [group for batch in run.update.batches for group in batch]
-    assert [rollout.survival_p for group in groups for rollout in group.rollouts] == pytest.approx(
-        [4 / 6] * 16
-    )  # pairs
+    assert [rollout.survival_p for group in groups for rollout in group.rollouts] == pytest.approx([4 / 6] * 16)
     assert step_options(run.config).unbiased
+    assert run.methods.selector.probe == 2
     weights = [
         row.weight
         for row in rows_of(groups, ADVANTAGES["rloo"](), "sequence_sum", max_completion_length=4, unbiased=True)

@@ -45,6 +45,7 @@ def _of_source(source: str, split: str, subset: str | None) -> Iterator[Row]:
 
 
 def of_files(source: str) -> bool:
+    """Return whether these are files to read."""
     return source.endswith(SUFFIXES) or has_magic(source)
 
 

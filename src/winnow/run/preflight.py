@@ -111,10 +111,10 @@ def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, 
     rewarder.check(first.columns, first.messages is not None)
     warn_of_plain_text(task, tokenizer)
     warn_of_failing_prompts(c.max_prompt_length, task, tokenizer)
-    alone = task.make_env(first) is None
-    if not rewarder.names and alone:
+    if not rewarder.names and task.make_env(first) is None:
         raise ConfigError("reward_funcs: missing, and the task has no reward; give e.g. 'my_reward.py:my_reward'")
-    if c.success is not None and c.success.function == "env" and alone and "env" not in rewarder.aliases:
+    by_env = c.success is not None and c.success.function == "env" and "env" not in rewarder.aliases
+    if by_env and task.make_env(first) is None:
         raise ConfigError(
             "success: function: 'env' is the reward of an environment, and this task has none; name one of "
             f"reward_funcs: {', '.join(rewarder.names)}"

@@ -31,6 +31,7 @@ SIMULATE_STREAM = 10
 LARGEST_GROUP = 1 << 20
 """Draws that the noise reserves for each visit."""
 MOST_GROWTH = 1000.0
+"""Where the search for a growth gives up."""
 EDGE = 1e-6
 """Rates are kept so far from 0 and 1, for their logits."""
 
