@@ -378,8 +378,9 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override '{override}': expected key=value")
     try:
         value = load_yaml(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override '{override}': the value is not valid YAML") from None
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(f"override '{override}': the value is not valid YAML: {problem}") from None
     *parents, last = key.split(".")
     for parent in parents:
         field = RunConfig.model_fields.get(parent)

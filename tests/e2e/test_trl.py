@@ -260,6 +260,7 @@ def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], t
         ({"advantage": "rloo"}, {"multi_objective_aggregation": "normalize_then_sum"}, "use the weighted sum"),
         ({"selector": "greso"}, {"multi_objective_aggregation": "normalize_then_sum"}, "finds a signal in groups"),
         ({"filter": "zero_variance"}, {"multi_objective_aggregation": "normalize_then_sum"}, "use sum_then_normalize"),
+        ({"success": "env"}, {}, "'env' is the reward of an environment, and this task has none"),
         ({"advantage": "opob"}, {"use_adaptive_entropy": True}, "leave out use_adaptive_entropy"),
         ({"advantage": "opob"}, {"top_entropy_quantile": 0.2}, "ignores top_entropy_quantile"),
         ({"advantage": "opob"}, {"off_policy_mask_threshold": 0.1}, "uses a sign that its baseline decides"),

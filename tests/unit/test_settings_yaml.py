@@ -53,8 +53,14 @@ def test_a_key_that_is_there_twice(text: str, line: int, tmp_path: Path) -> None
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"twice\.yaml: .*duplicate key .*; remove one(.|\n)*line {line}"):
         load_config(path)
-    with pytest.raises(ConfigError, match="the value is not valid YAML"):
+    with pytest.raises(ConfigError, match="the value is not valid YAML: duplicate key 'a'; remove one"):
         load_config(_written(tmp_path, BASE), ["env.options={a: 1, a: 2}"])
+
+
+def test_a_colon_without_a_space(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'at_least:1': write a space after the colon"):
+        load_config(_written(tmp_path, BASE), ["success={at_least:1}"])
+    assert load_yaml('{"a:b":, c:d: 1, url: http://x/y}') == {"a:b": None, "c:d": 1, "url": "http://x/y"}
 
 
 def _written(folder: Path, text: str) -> Path:

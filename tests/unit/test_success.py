@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from winnow.methods.select.pass_rate import PassRate
 from winnow.methods.success import Success, default_success
 from winnow.rollout.evaluate import summarize
 from winnow.run.build_methods import build_success
+from winnow.run.standalone import evaluate_model
 from winnow.types import Fate, Group, GroupKind, Prompt, Rollout, Visit
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(4)]
@@ -38,14 +40,19 @@ def group_of(*rewards: dict[str, float | None], number: int = 0) -> Group:
 def test_an_environment_cannot_decide_where_there_is_none(tiny_config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="success: function: 'env' is the reward of an environment, and this task"):
         Trainer(config=tiny_config | {"success": "env"})
+    with pytest.raises(ConfigError, match="success: function: 'env' is the reward of an environment, and this task"):
+        evaluate_model(tiny_config["model"], tiny_config | {"success": "env"})
 
 
 WRONG, RIGHT = {"format": 1.0, "correct": 0.0}, {"format": 0.0, "correct": 1.0}
 FUNCTIONS = {"format": "format", "correct": "correct"}
 
 
-def success_of(given: Any, functions: dict[str, str] = FUNCTIONS, weights: list[float] | None = None) -> Success:
-    return build_success(validate({"model": "m", "env": "countdown", "success": given}), functions, weights)
+def success_of(
+    given: Any, functions: dict[str, str] = FUNCTIONS, weights: list[float] | None = None, env: object = None
+) -> Success:
+    task: Any = SimpleNamespace(train=PROMPTS, make_env=lambda prompt: env)
+    return build_success(validate({"model": "m", "env": "countdown", "success": given}), task, functions, weights)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +123,9 @@ def test_a_rollout_that_the_function_does_not_judge_is_left_out() -> None:
 def test_functions_by_the_name_that_they_were_given_by() -> None:
     functions = {"my_rewards.py:correct": "correct", "correct": "correct"}
     assert success_of("my_rewards.py:correct", functions).function == "correct"
-    assert success_of("env", {}).function == "env"
+    assert success_of("env", {}, env=object()).function == "env"
+    with pytest.raises(ConfigError, match="'env' is the reward of an environment, and this task has none; name one of"):
+        success_of("env", functions)
     with pytest.raises(ConfigError, match=r"success: function: unknown reward function 'corect'.*correct"):
         success_of("corect")
 

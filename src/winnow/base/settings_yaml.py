@@ -46,7 +46,7 @@ def _values(node: Any, known: dict[int, int | None]) -> int:
     known[id(node)] = None
     count = 1
     if isinstance(node, yaml.MappingNode):
-        _refuse_twice(node)
+        _check_keys(node)
         count += sum(_values(key, known) + _values(value, known) for key, value in node.value)
     elif isinstance(node, yaml.SequenceNode):
         count += sum(_values(value, known) for value in node.value)
@@ -56,13 +56,15 @@ def _values(node: Any, known: dict[int, int | None]) -> int:
     return count
 
 
-def _refuse_twice(node: yaml.MappingNode) -> None:
+def _check_keys(node: yaml.MappingNode) -> None:
     seen = set()
-    for key, _ in node.value:
+    for key, value in node.value:
         if isinstance(key, yaml.ScalarNode) and key.value != "<<":
             if key.value in seen:
                 raise _error(f"duplicate key '{key.value}'; remove one", key)
             seen.add(key.value)
+            if node.flow_style and key.style is None and ":" in key.value and value.value == "":
+                raise _error(f"'{key.value}': write a space after the colon", key)
 
 
 def _error(problem: str, node: Any) -> yaml.YAMLError:

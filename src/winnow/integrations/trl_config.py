@@ -82,7 +82,7 @@ def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool, own_a
     `own_advantages`: Winnow's instead of TRL's.
     """
     names = {name: name for name in trainer.reward_func_names}
-    m = build_methods(c, task.train, build_success(c, names, trainer.args.reward_weights))
+    m = build_methods(c, task.train, build_success(c, task, names, trainer.args.reward_weights))
     for reason in (*_reasons(trainer, c, m, by_engine), *_of_own_advantages(trainer, c, m, own_advantages)):
         raise ConfigError(reason)
     return m

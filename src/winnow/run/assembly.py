@@ -115,7 +115,7 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     rewarder = build_rewarder(c, task, given.reward_list)
     check_prompts(c, task, rewarder, policy.tokenizer, engine)
     learner = build_learner(policy, c)
-    m = build_methods(c, task.train, build_success(c, rewarder.aliases, c.reward_weights))
+    m = build_methods(c, task.train, build_success(c, task, rewarder.aliases, c.reward_weights))
     greedy = m.advantage.greedy_baseline
     runner = None
     if engine is not None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from ..collect import Collector
 from ..config import CLIPPING, AuditConfig, ConfigError, RunConfig, method, name_of, suggestion
+from ..env.base import Task
 from ..learner.step import StepOptions
 from ..methods.advantage import Advantage
 from ..methods.base import Chart, RunFacts
@@ -52,11 +53,11 @@ class Methods:
             gate.save(directory)
 
 
-def build_success(c: RunConfig, functions: Mapping[str, str], weights: Sequence[float] | None) -> Success:
+def build_success(c: RunConfig, task: Task, functions: Mapping[str, str], weights: Sequence[float] | None) -> Success:
     """Return what counts as a right answer.
 
     `functions`: alias -> name of each reward function. `weights`: theirs, if given. Raises ConfigError when `success`
-    names an unknown function.
+    names an unknown function, or the environment's reward of a task that has none.
     """
     names = list(dict.fromkeys(functions.values()))
     if c.success is None:
@@ -65,6 +66,11 @@ def build_success(c: RunConfig, functions: Mapping[str, str], weights: Sequence[
     known = {"env": "env", **functions}
     if decides is not None and decides not in known:
         raise ConfigError(f"success: function: unknown reward function '{decides}'.{suggestion(decides, list(known))}")
+    if decides == "env" and "env" not in functions and task.make_env((task.train or task.test)[0]) is None:
+        raise ConfigError(
+            "success: function: 'env' is the reward of an environment, and this task has none; name one of "
+            f"reward_funcs: {', '.join(names)}"
+        )
     return Success(decides and known[decides], c.success.at_least)
 
 

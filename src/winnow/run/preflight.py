@@ -102,28 +102,28 @@ def _without_memory_options(engine: MethodSpec) -> dict[str, Any]:
     return {key: value for key, value in section_of(engine).items() if key not in MEMORY_OPTIONS}
 
 
-def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine | None) -> None:
-    """Try a few prompts on reward functions, tokenizer and engine (if local); warn of prompts that will fail.
-
-    Raises ConfigError when all of them fail.
-    """
-    first = task.train[0]
+def check_rewards(task: Task, rewarder: Rewarder) -> None:
+    """Raise ConfigError where rollouts would have no reward or functions are never asked, ValueError where a function
+    needs a column that the data lack."""
+    first = (task.train or task.test)[0]
     rewarder.check(first.columns, first.messages is not None)
-    warn_of_plain_text(task, tokenizer)
-    warn_of_failing_prompts(c.max_prompt_length, task, tokenizer)
     if not rewarder.names and task.make_env(first) is None:
         raise ConfigError("reward_funcs: missing, and the task has no reward; give e.g. 'my_reward.py:my_reward'")
-    by_env = c.success is not None and c.success.function == "env" and "env" not in rewarder.aliases
-    if by_env and task.make_env(first) is None:
-        raise ConfigError(
-            "success: function: 'env' is the reward of an environment, and this task has none; name one of "
-            f"reward_funcs: {', '.join(rewarder.names)}"
-        )
     if rewarder.names and getattr(task, "rewards_itself", False):
         raise ConfigError(
             f"reward_funcs: {', '.join(rewarder.names)} would never be asked: the environment gives the reward; remove "
             "them, or get_reward if you wrote it (TRL adds both: let get_reward do that)"
         )
+
+
+def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine | None) -> None:
+    """Try a few prompts on reward functions, tokenizer and engine (if local); warn of prompts that will fail.
+
+    Raises ConfigError when all of them fail.
+    """
+    check_rewards(task, rewarder)
+    warn_of_plain_text(task, tokenizer)
+    warn_of_failing_prompts(c.max_prompt_length, task, tokenizer)
     causes, limit = [], c.max_prompt_length
     for prompt in [*task.train[:16], *task.test[:16]]:
         try:

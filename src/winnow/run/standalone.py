@@ -18,6 +18,7 @@ from . import checkpoint
 from .auto_settings import settle
 from .build import Policy, build_policy, build_rewarder, build_task, rollout_options
 from .build_methods import build_success
+from .preflight import check_rewards
 from .start import Start
 
 
@@ -33,7 +34,7 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
         if not prompts:
             raise ConfigError(f"env: task {task.name} has no held-out prompts")
         with opened(c, task, saved) as (_, roll_out, rewarder):
-            success = build_success(c, rewarder.aliases, c.reward_weights)
+            success = build_success(c, task, rewarder.aliases, c.reward_weights)
             found = evaluate(roll_out, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
     return {
         "model": name,
@@ -92,6 +93,7 @@ def opened(
                     f"{key}: the configuration of the run does not make its {name} again (they were objects, or files "
                     f"have changed); name them, {key}=..."
                 )
+        check_rewards(task, rewarder)
         yield policy, lambda jobs: run_jobs(runner, jobs), rewarder
     finally:
         rewarder.close()

@@ -26,7 +26,7 @@ from rich.table import Table
 from ..base.failpoint import failpoint
 from ..base.files import from_json, write_json
 from ..base.weights import weights_digest
-from ..config import ConfigError, RunConfig
+from ..config import RunConfig
 from ..env.base import Task
 from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
@@ -64,10 +64,7 @@ def profile_model(
         task = build_task(config.env)
         wanted = list(task.train[:prompts])
         policy, roll_out, rewarder = stack.enter_context(opened(config, task, saved))
-        if not rewarder.names and task.make_env(wanted[0]) is None:
-            raise ConfigError("there is no reward: give reward_funcs=['my_reward.py:my_reward']")
-        rewarder.check(wanted[0].columns, wanted[0].messages is not None)
-        success = build_success(config, rewarder.aliases, config.reward_weights)
+        success = build_success(config, task, rewarder.aliases, config.reward_weights)
         require_decided(success)
         key = profile_key(config, task, policy, rewarder, success, n)
         path = output or default_path(task.name, key)

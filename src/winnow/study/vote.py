@@ -84,7 +84,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
         started = time.monotonic()
         report = frozenset({"confidence", "last_hidden", "raw_logp"})
         with opened(c, task, saved, report) as (policy, roll_out, rewarder):
-            success = build_success(c, rewarder.aliases, c.reward_weights)
+            success = build_success(c, task, rewarder.aliases, c.reward_weights)
             if head is not None:
                 _check_size(head, policy.model.config, shown)
             n = c.eval_generations
