@@ -32,15 +32,20 @@ METHODS = thrifty.METHODS | {
 }
 LENGTHS = thrifty.LENGTHS | {"thrifty-shared-linear-long": 4 / 3, "thrifty-shared-wide-linear": 3 / 4}
 COMPOSITIONS: dict[str, tuple[tuple[str, float], ...]] = {
-    "chain": (("thrifty-shared-twice-linear", 1),),
+    "chain": (("thrifty-shared-twice-linear", 2),),
     "smollm2": (("thrifty-shared-twice", 1),),
     "countdown": (("mopps-shared", 2), ("thrifty-shared-linear", 2)),
     "alfworld": (("mopps-shared", 2), ("thrifty-shared-twice", 0.5)),
 }
 """Task -> compositions and their rates."""
-DAPO = {"chain": 1, "smollm2": 2, "countdown": 2, "alfworld": 2}
+DAPO = {"chain": 2, "smollm2": 2, "countdown": 2, "alfworld": 2}
 """The base's best rate."""
-PEERS = ("greso", "speed-rl", "backoff", "knapsack", "mopps", "mopps-shared", "oracle-shared")
+PEERS = (
+    *("greso", "speed-rl", "backoff", "knapsack", "pilot-commit", "reinforce-ada", "reinforce-ada-balanced"),
+    *("mopps", "mopps-shared", "oracle-shared"),
+)
+OTHER_RATES = {"reinforce-ada": 4, "reinforce-ada-balanced": 4}
+"""Peers that have another best rate than DAPO."""
 TWINS = {thrifty.BASE: "dapo-fixed-shared", "dapo": "dapo-shared"}
 """Base, of which all sampled tokens count, as in an engine that does not share -> the same runs, those decoded."""
 
@@ -59,7 +64,7 @@ def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
 
 
 def task_of(name: str, runs: Figures, base: str = thrifty.BASE) -> thrifty.Task:
-    rates = dict.fromkeys([*METHODS, *TWINS.values()], DAPO[name]) | dict(COMPOSITIONS[name])
+    rates = dict.fromkeys([*METHODS, *TWINS.values()], DAPO[name]) | OTHER_RATES | dict(COMPOSITIONS[name])
     return thrifty.Task(name, runs, base, smooth=False, rates=rates)
 
 

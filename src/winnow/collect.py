@@ -180,7 +180,7 @@ class Collector:
         metrics |= {} if self.reuse is None else self.reuse.metrics
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
-        self.group_size.observe(metrics)
+        self.group_size.observe(self.tally.without_forced(metrics))
         self.selector.end_step()
         self.ledger.step(step, seconds=self.tally.seconds, metrics=metrics, version=step)
         return metrics
@@ -240,7 +240,7 @@ class Collector:
         failpoint("launch")
         kept = [visit for visit in visits if visit.verdict.keep]
         for visit in kept:
-            self._start(visit, self.group_size.next(visit.prompt))
+            self._start(visit, self.group_size.size_for(visit.prompt))
         self._nothing_left = len(kept) < n
         if not kept and not in_flight:
             reason = next((v.verdict.reason for v in reversed(visits)), "")

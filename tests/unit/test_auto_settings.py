@@ -15,7 +15,7 @@ import winnow.base.processor as processor_module
 import winnow.run.engine_choice as choice_module
 from tests.pretend_cuda import PretendCuda
 from winnow.base.processor import bfloat16_units, processor, usable_threads
-from winnow.config import ConfigError, RunConfig, name_of, read_settings, validate
+from winnow.config import ConfigError, RunConfig, name_of, validate
 from winnow.engine import LocalOptions, VllmOptions
 from winnow.run.auto_settings import (
     AT_MOST,
@@ -31,7 +31,7 @@ from winnow.run.auto_settings import (
     settle,
 )
 from winnow.run.engine_choice import choose_engine
-from winnow.run.preflight import refuse_changes, resumed_config
+from winnow.run.preflight import changes_of, refuse_changes, resumed_config
 from winnow.run.start import Start
 
 AMX = "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\nmodel name\t: other\nflags\t\t: fpu\n"
@@ -317,10 +317,18 @@ def test_what_the_engine_is_on_a_gpu_is_settled_once_and_kept(
         assert settle(settled.config, start(), resumed=True).config.engine == settled.config.engine
 
 
+def test_dots_reach_into_a_section_of_the_run(tmp_path: Path) -> None:
+    values = config(sync={"name": "processes", "samplers": 1}, max_lag=1).model_dump(mode="json")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert changes_of(tmp_path, []) == {}
+    changes = changes_of(tmp_path, ["sync.samplers=2", "max_steps=9"])
+    assert changes == {"sync": {"name": "processes", "samplers": 2}, "max_steps": 9}
+
+
 def test_one_option_of_the_engine_changes_on_a_resume_and_the_others_stay(tmp_path: Path) -> None:
     for saved in ("vllm", {"name": "local", "dtype": "bfloat16"}):
         values = config(engine=saved).model_dump(mode="json")
         (tmp_path / "config.json").write_text(json.dumps(values))
-        changed = resumed_config(tmp_path, read_settings(None, ["engine.slots=8"]))
+        changed = resumed_config(tmp_path, changes_of(tmp_path, ["engine.slots=8"]))
         assert changed.engine == ({"name": saved} if isinstance(saved, str) else saved) | {"slots": 8}
         refuse_changes(tmp_path, values, changed)

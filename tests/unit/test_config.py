@@ -49,6 +49,10 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ({"group_weighting": "tokens"}, "group_weighting: .*'equal'"),
         ({"lr_scheduler_type": "linear", "warmup_steps": 100}, "warmup_steps"),
         ({"lora": {"rank": 3}}, "unknown key 'lora.rank'"),
+        ({"audit": 0.05}, r"audit: expected a section.*not 0.05. Here use `audit: {epsilon: 0.05}`"),
+        ({"reuse": 4}, r"reuse: expected a section.*not 4. Here use `reuse: {updates: 4}`"),
+        ({"group_size": 16}, r"group_size: expected a name, or a section.*not 16. Here use `num_generations: 16`"),
+        ({"selector": None}, r"selector: expected a name, or a section `{name: NAME}`, not None$"),
     ],
 )
 def test_bad_values_name_the_key_and_the_remedy(values: dict, message: str) -> None:

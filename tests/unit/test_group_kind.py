@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,19 @@ def tally_of(*outcomes: Outcome) -> Tally:
     for outcome in outcomes:
         tally.finished(of(outcome))
     return tally
+
+
+def test_group_sizes_see_the_share_without_what_audits_forced() -> None:
+    tally = tally_of(MIXED, HARD)
+    forced = of(HARD)
+    forced.visit = replace(forced.visit, verdict=Verdict(True, "audit: skipped", 0.1, overridden=0.1))
+    tally.finished(forced)
+    metrics = tally.metrics()
+    assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
+    assert tally.without_forced(metrics) == metrics | {"frac_reward_zero_std": 0.5}
+    alone = Tally(GroupJudge())
+    alone.finished(forced)
+    assert "frac_reward_zero_std" not in alone.without_forced(alone.metrics())
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 
 from winnow.tasks.countdown import CountdownConfig
 from winnow.methods.filter import Filter
+from winnow.methods.size import GroupSize
 from winnow.types import KEEP, Group, Verdict
 
 
@@ -65,6 +66,29 @@ class Learning:
 
     def build(self, seed: int) -> object:
         return Learned() if self.filter_ == "" else self.filter_
+
+
+@dataclass(frozen=True)
+class Selects:
+    def build(self, prompts: list, seed: int, judge: object) -> object:
+        return object()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    def build(self, num_generations: int) -> object:
+        return object()
+
+
+@dataclass(frozen=True)
+class Unsized:
+    def build(self, num_generations: int) -> GroupSize:
+        return FixedWithoutBounds()
+
+
+class FixedWithoutBounds(GroupSize):
+    def next(self, prompt: object) -> int:
+        return 4
 
 
 @dataclass
@@ -150,6 +174,31 @@ class TestDottedPaths:
         assert (c.selector, c.gates) == (f"{rules}:AtLeast", [f"{rules}:AtLeast", "not_there.py:X"])
 
 
+@pytest.mark.parametrize(
+    ("key", "rule", "message"),
+    [
+        ("selector", "Selects", "selector: .*Selects builds a object, not a StreamSelector; derive from"),
+        ("group_size", "Sizes", "group_size: .*Sizes builds a object, not a GroupSize; derive from"),
+        ("group_size", "Unsized", "group_size: .*Unsized has no number smallest; set it where it is built"),
+    ],
+)
+def test_a_method_that_builds_something_else_is_refused(rules: str, key: str, rule: str, message: str) -> None:
+    c = validate({"model": "m", "env": "e", key: f"winnow_test_rules:{rule}"})
+    with pytest.raises(ConfigError, match=message):
+        build_methods(c, [Prompt("p", 0, text="x")])
+
+
+def test_a_size_out_of_its_bounds_is_named() -> None:
+    size = SIZES["fixed"]().build(4)
+    assert size.size_for(Prompt("p", 0, text="x")) == 4
+    for wrong in (5, 3, 4.0):
+        size.next = lambda prompt, wrong=wrong: wrong
+        with pytest.raises(
+            ConfigError, match=f"group_size: .*next returned {wrong}; return a whole number from smallest=4"
+        ):
+            size.size_for(Prompt("p", 0, text="x"))
+
+
 class TestLists:
     def build(self, filters: Any, **config: Any) -> Any:
         c = validate({"model": "m", "env": "e", "filter": filters} | config)
@@ -183,7 +232,7 @@ class TestLists:
                 {"gates": [{"name": "arrol", "unbiased": True}]},
                 "arrol: unbiased cannot weigh a batch",
             ),
-            ({"name": "winnow_test_rules:Learning", "filter_": "x"}, {}, "Learning makes a str, not a Filter; derive"),
+            ({"name": "winnow_test_rules:Learning", "filter_": "x"}, {}, "Learning builds a str, not a Filter; derive"),
         ],
     )
     def test_what_has_no_effect_is_refused(self, rules: str, filters: Any, config: Any, message: str) -> None:

@@ -176,3 +176,8 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
         Trainer(config=tiny_config | more | {"reuse": {"updates": 2}, "reward_funcs": [REWARD]})
     with pytest.raises(ConfigError, match=r"reuse.updates: .*greater than or equal to 2"):
         Trainer(config=tiny_config | {"reuse": {"updates": 1}, "correction": "truncate"})
+    enough = tiny_config | {"correction": "truncate", "reward_funcs": [REWARD]}
+    with pytest.raises(ConfigError, match="reuse: has no effect with prompts_per_step: 1"):
+        Trainer(config=enough | {"reuse": {"updates": 2}, "prompts_per_step": 1})
+    with pytest.raises(ConfigError, match="reuse: max_age: 2 must be above max_lag: 2"):
+        Trainer(config=enough | {"reuse": {"updates": 2, "max_age": 2}, "max_lag": 2})

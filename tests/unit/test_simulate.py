@@ -176,6 +176,11 @@ def test_a_step_may_want_more_groups_than_there_are_prompts(profile: Path) -> No
     assert simulate(config(prompts_per_step=130, max_steps=2), profile)["visits"] == 260
 
 
+def test_epochs_are_as_many_steps_as_in_training(profile: Path) -> None:
+    by_epochs = validate({**config().model_dump(exclude={"max_steps"}), "num_train_epochs": 1})
+    assert simulate(by_epochs, profile)["steps"] == 20
+
+
 def test_what_it_cannot_simulate_is_refused(profile: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gates: they decide by tokens"):
         simulate(config(gates=["arrol"]), profile)

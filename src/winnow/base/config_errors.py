@@ -30,9 +30,16 @@ def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
                 lines.append(f"unknown key '{name}'.{hint}")
         elif e["type"] == "missing":
             lines.append(f"missing key '{key}'")
+        elif e["loc"][1:] == ("dict[str,any]",):
+            continue  # a method's other form: a name
         elif not e["loc"]:
             lines.append(str(e["msg"]).removeprefix("Value error, "))
         else:
             answer = answer_to(str(e["loc"][0]), e["input"])
-            lines.append(f"{key}: {e['msg']} (got {e['input']!r})" + (f". Here {answer}." if answer else ""))
+            problem = f"{key}: {e['msg']} (got {e['input']!r})"
+            if e["type"] == "model_type":
+                problem = f"{key}: expected a section, `{{key: value}}`, not {e['input']!r}"
+            elif e["type"] == "string_type" and e["loc"][1:] == ("str",):
+                problem = f"{e['loc'][0]}: expected a name, or a section `{{name: NAME}}`, not {e['input']!r}"
+            lines.append(problem + (f". Here {answer}." if answer else ""))
     return "\n".join(f"{where}: {line}" for line in lines)

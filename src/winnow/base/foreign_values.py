@@ -32,6 +32,13 @@ _ANSWERS: dict[tuple[str, Any], str] = {
     ("max_completion_length", None): "use a number of tokens",
 }
 
+_IN_SECTION = {
+    "audit": "audit: {{epsilon: {}}}",
+    "group_size": "num_generations: {}",
+    "reuse": "reuse: {{updates: {}}}",
+}
+"""Keys of sections -> what is meant by a number."""
+
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with unambiguous values of other trainers translated."""
@@ -59,4 +66,6 @@ def answer_to(key: str, value: Any) -> str | None:
     """Return the advice for a value known from another trainer, or None."""
     if key in ("save_steps", "eval_steps") and isinstance(value, float) and 0 < value < 1:
         return _SHARE
+    if key in _IN_SECTION and isinstance(value, int | float) and not isinstance(value, bool):
+        return f"use `{_IN_SECTION[key].format(value)}`"
     return _ANSWERS.get((key, value)) if isinstance(value, str | int | None) else None

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from ..base import cluster
 from ..base.imports import lasting_imports
 from ..base.sanitize import visible
-from .console import Json, Overrides, Run, command, lines, progress_console, settings, show
+from .console import Json, Overrides, Run, command, lines, progress_console, show
 
 if TYPE_CHECKING:
     from ..run.trainer import Trainer
@@ -83,9 +83,10 @@ def train(
 def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
     """Resume a run from its last checkpoint."""
     with lasting_imports():
+        from ..run.preflight import changes_of
         from ..run.trainer import Trainer
 
-    trainer = Trainer.resume(run, settings(overrides))
+    trainer = Trainer.resume(run, changes_of(run, overrides or ()))
     trainer.console = progress_console(as_json)
     _train(trainer, as_json)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,6 +12,8 @@ import numpy as np
 from ..methods.group_kind import GroupJudge
 from ..types import Fate, Group, GroupKind
 from .failures import Failures
+
+ZERO = "frac_reward_zero_std"
 
 
 class Tally:
@@ -29,6 +31,8 @@ class Tally:
         """Sizes of those groups."""
         self.by_function: defaultdict[str, list[float]] = defaultdict(list)
         self.kinds: Counter[GroupKind] = Counter()
+        self.forced: Counter[GroupKind] = Counter()
+        """Those of groups that an audit forced."""
         self.lengths: list[int] = []
         self.distinct: list[float] = []
         """Share of distinct completions in each group with at least two finished ones."""
@@ -70,7 +74,9 @@ class Tally:
             self.rewards += rewards
             self.reward_counts.append(len(rewards))
             self.rewarded_sizes.append(len(siblings))
-        self.kinds[self.judge.kind(group)] += 1
+        kind = self.judge.kind(group)
+        self.kinds[kind] += 1
+        self.forced[kind] += group.visit.verdict.overridden is not None
         if len(rewards) > 1:
             distinct = {rollout.token_ids.tobytes() for rollout in siblings if rollout.reward is not None}
             self.distinct.append(len(distinct) / len(rewards))
@@ -107,8 +113,13 @@ class Tally:
 
     def zero_share(self) -> float | None:
         """Return the share of zero-variance groups among the judged ones; None without any."""
-        zero = sum(count for kind, count in self.kinds.items() if kind.zero_variance)
-        return zero / self.judged if self.judged else None
+        return _zero_share(self.kinds)
+
+    def without_forced(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return a step's metrics with the zero-variance share of the groups that no audit forced."""
+        share = _zero_share(self.kinds - self.forced)
+        rest = {name: value for name, value in metrics.items() if name != ZERO}
+        return rest if share is None else rest | {ZERO: share}
 
     def failed_share(self) -> float:
         return self.failed.counts.total() / max(self.rollouts, 1)
@@ -166,4 +177,9 @@ class Tally:
         if share is None:
             return {}
         kinds = [GroupKind.EASY, GroupKind.HARD, *([GroupKind.UNKNOWN] if self.kinds[GroupKind.UNKNOWN] else [])]
-        return {"frac_reward_zero_std": share} | {f"frac_zero_{kind}": self.kinds[kind] / self.judged for kind in kinds}
+        return {ZERO: share} | {f"frac_zero_{kind}": self.kinds[kind] / self.judged for kind in kinds}
+
+
+def _zero_share(kinds: Counter[GroupKind]) -> float | None:
+    judged = kinds.total() - kinds[GroupKind.NOT_JUDGED]
+    return sum(count for kind, count in kinds.items() if kind.zero_variance) / judged if judged else None

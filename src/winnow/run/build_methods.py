@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..collect import Collector
-from ..config import CLIPPING, AuditConfig, ConfigError, RunConfig, method, name_of, suggestion
+from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, suggestion
 from ..env.base import Task
 from ..learner.step import StepOptions
 from ..methods.advantage import Advantage
@@ -79,9 +79,13 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
 
     Raises ConfigError naming the field and the nearest valid name.
     """
+    _refuse_idle_reuse(c)
     loss, options = build_loss(c), method_options(c)
     with _errors_of("group_size"):
         group_size: GroupSize = options["group_size"][0].build(c.num_generations)
+    _require(GroupSize, group_size, "group_size", c.group_size)
+    if missing := [name for name in ("smallest", "largest") if not isinstance(getattr(group_size, name, None), int)]:
+        raise ConfigError(f"group_size: {name_of(c.group_size)} has no number {missing[0]}; set it where it is built")
     advantage: Advantage = options["advantage"][0]
     if advantage.smallest_group > group_size.smallest:
         raise ConfigError(
@@ -99,6 +103,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
         group_size.begin(prompts, judge)
     with _errors_of("selector"):
         selector: StreamSelector = options["selector"][0].build(prompts, c.seed, judge)
+    _require(StreamSelector, selector, "selector", c.selector)
     if group_size.in_parts:
         selector.probe = group_size.smallest
     return Methods(
@@ -112,6 +117,30 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
         loss=loss,
         step_scale=options["step_scale"][0].build(),
     )
+
+
+def _require(base: type, built: object, key: str, spec: MethodSpec) -> None:
+    """Raise ConfigError where a method of the user's own builds something else than its kind's class."""
+    if not isinstance(built, base):
+        package = ".".join(base.__module__.split(".")[:3])
+        raise ConfigError(
+            f"{key}: {name_of(spec)} builds a {type(built).__name__}, not a {base.__name__}; derive from "
+            f"{package}.{base.__name__} (docs/design.md has an example)"
+        )
+
+
+def _refuse_idle_reuse(c: RunConfig) -> None:
+    """Raise ConfigError for a `reuse` under which no group can be trained again."""
+    if c.reuse is not None and c.prompts_per_step == 1:
+        raise ConfigError(
+            "reuse: has no effect with prompts_per_step: 1, as one group of a batch is new; raise prompts_per_step, or "
+            "remove reuse"
+        )
+    if c.reuse is not None and c.reuse.max_age <= c.max_lag:
+        raise ConfigError(
+            f"reuse: max_age: {c.reuse.max_age} must be above max_lag: {c.max_lag}; a group that is trained so late is "
+            "too old for a second update"
+        )
 
 
 @contextmanager
@@ -162,11 +191,7 @@ def build_gates(c: RunConfig, judge: GroupJudge) -> dict[str, Gate]:
     gates: dict[str, Gate] = {}
     for spec, name in zip(c.gates, gate_names(c), strict=True):
         gate = method(GATES, spec, "gates").build(GateContext(name, c.seed, judge))
-        if not isinstance(gate, Gate):
-            raise ConfigError(
-                f"gates: {name_of(spec)} builds a {type(gate).__name__}, not a Gate; derive from "
-                "winnow.methods.gate.Gate, which has defaults for all but `rule`"
-            )
+        _require(Gate, gate, "gates", spec)
         try:
             check_rule(NamedRule(name, gate.rule()))
         except RuleError as error:
@@ -183,11 +208,7 @@ def _filters(c: RunConfig, options: Sequence[Any]) -> list[Filter]:
         raise ConfigError("filter: the list is empty; name a filter, or leave filter out")
     filters = [each.build(c.seed) if hasattr(each, "build") else each for each in options]
     for each, filter_ in zip(options, filters, strict=True):
-        if not isinstance(filter_, Filter):
-            raise ConfigError(
-                f"filter: {type(each).__name__} makes a {type(filter_).__name__}, not a Filter; derive from "
-                "winnow.methods.filter.Filter, which has defaults for all but `admit`"
-            )
+        _require(Filter, filter_, "filter", type(each).__name__)
     return filters
 
 
@@ -199,11 +220,6 @@ def _all_of(c: RunConfig, filters: Sequence[Filter]) -> Filter:
 
 
 def _audited(c: RunConfig, audit: AuditConfig, selector: StreamSelector, judge: GroupJudge) -> StreamSelector:
-    if not isinstance(selector, StreamSelector):
-        raise ConfigError(
-            f"audit: cannot override the skips of a {type(selector).__name__}; derive it from "
-            "winnow.methods.select.StreamSelector, or remove audit"
-        )
     if selector.skips:
         rule = RuleAudit(name_of(c.selector), audit.epsilon, audit.max_signal_loss, seed=c.seed)
         return cast(StreamSelector, AuditedSelector(selector, rule, judge))

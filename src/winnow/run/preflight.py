@@ -11,7 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from ..config import ConfigError, MethodSpec, RunConfig, as_saved, from_saved, method, name_of, section_of, validate
+from ..config import (
+    ConfigError,
+    MethodSpec,
+    RunConfig,
+    as_saved,
+    from_saved,
+    method,
+    name_of,
+    read_settings,
+    section_of,
+    validate,
+)
 from ..engine.base import Engine, Request
 from ..env.base import Task
 from ..env.prompt_store import StoredPrompts
@@ -24,7 +35,6 @@ from ..rollout.evaluate import RollOut
 from ..sampler import sampler_options
 from ..types import Job, Prompt, Visit
 from .build import sampling_params
-from .engine_choice import AUTO
 from .prompt_example import warn_of_plain_text
 
 PROBED, PROBES_EACH = 4, 2
@@ -49,11 +59,15 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
         if key not in MAY_CHANGE_ON_RESUME:
             allowed = ", ".join(sorted(MAY_CHANGE_ON_RESUME))
             raise ConfigError(f"{key}: cannot change on a resume (only these can: {allowed}); start a new run")
-    saved, changed = read_config(run_dir), dict(overrides)
-    engine = changed.get("engine")
-    if isinstance(engine, dict) and engine.get("name") == AUTO:  # `engine.slots=64` on the command line
-        changed["engine"] = section_of(saved.get("engine", AUTO)) | {k: engine[k] for k in engine if k != "name"}
-    return validate(saved | changed | {"output_dir": str(run_dir)}, str(run_dir / CONFIG))
+    values = read_config(run_dir) | dict(overrides) | {"output_dir": str(run_dir)}
+    return validate(values, str(run_dir / CONFIG))
+
+
+def changes_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the keys that `key=value` overrides of a run change; dots reach into its own sections."""
+    keys = {override.partition("=")[0].partition(".")[0] for override in overrides}
+    values = read_settings(None, overrides, read_config(run_dir)) if keys else {}
+    return {key: values[key] for key in values if key in keys}
 
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
@@ -70,11 +84,13 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
         free -= {"learner"}
     if _without_memory_options(before["engine"]) != _without_memory_options(now["engine"]):
         free -= {"engine"}
-    if config.lr_scheduler_type != "constant":
-        free -= {"max_steps"}  # it shapes every later learning rate
+    if config.lr_scheduler_type != "constant" or 0 < config.warmup_steps < 1:
+        free -= {"max_steps"}
     changed = [k for k in now if before.get(k) != now[k] and k not in free]
     if changed:
         shown = "; ".join(f"{k}: was {before.get(k)!r}, is {now[k]!r}" for k in changed)
+        if "max_steps" in changed:
+            shown += " (with this lr_scheduler_type and warmup_steps it decides every learning rate)"
         raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
 
 

@@ -25,6 +25,7 @@ from ..record.account import Counts
 from ..reuse import Reuse
 from ..run.build import build_task
 from ..run.build_methods import build_collector, build_methods
+from ..run.preflight import in_steps
 from ..types import Fate, Group, Job, Prompt, Rollout
 
 SIMULATE_STREAM = 10
@@ -131,6 +132,7 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
             "gates: they decide by tokens and states of rollouts, of which a simulation has none; remove it"
         )
     task = build_task(c.env)
+    c = in_steps(c, len(task.train))
     source = Rewards(policy_of(task.train, read_profile(profile), c.seed), length, c.seed)
     m = build_methods(c, task.train)
     if m.advantage.greedy_baseline:

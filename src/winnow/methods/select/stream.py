@@ -77,7 +77,7 @@ class StreamSelector(Stateful):
             if epoch != self._order_epoch:
                 self._order, self._order_epoch = self._order_of(epoch), epoch
             ordinals = self._order[position : position + max(LOOK_AHEAD, 2 * missing)]
-            own = self.keeps(ordinals, epoch)
+            own = np.asarray(self.keeps(ordinals, epoch), dtype=bool)
             drawn = np.zeros_like(own) if self.audit is None else self.audit.overrides().draws(ordinals, epoch)
             keeps = own | drawn
             kept = np.flatnonzero(keeps)[:missing]

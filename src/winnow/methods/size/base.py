@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+from ...base.errors import ConfigError
 from ...base.state import Stateful
 from ...types import Group, GroupKind, Prompt
 from ..group_kind import GroupJudge
@@ -27,6 +28,16 @@ class GroupSize(Stateful, ABC):
     @abstractmethod
     def next(self, prompt: Prompt) -> int:
         """Return the size of the next group, which is of this prompt."""
+
+    def size_for(self, prompt: Prompt) -> int:
+        """Return `next`. Raises ConfigError unless it is a whole number from `smallest` to `largest`."""
+        size = self.next(prompt)
+        if not isinstance(size, int) or not self.smallest <= size <= self.largest:
+            raise ConfigError(
+                f"group_size: {type(self).__name__}.next returned {size!r}; return a whole number from smallest="
+                f"{self.smallest} to largest={self.largest}"
+            )
+        return size
 
     def more(self, group: Group, kind: GroupKind) -> int:
         """Return how many siblings join a group whose parts so far are finished; 0: it is whole."""
