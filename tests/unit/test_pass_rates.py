@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from winnow import Trainer
 from winnow.methods.pass_rates import ProfileError, read_profile
 from winnow.rollout.evaluate import RolloutsFailedError
 from winnow.rollout.profile import CHUNK
@@ -146,6 +147,16 @@ def test_another_ones_file_is_refused_and_kept(
     meta(notes).write_text("[1]")
     with pytest.raises(ProfileError, match="no telling"):
         profile_model(str(tiny_model), values, output=notes)
+
+
+def test_a_run_with_other_settings_than_its_profile_warns(
+    tiny_model: Path, values: dict[str, Any], whole: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    reads = {"model": str(tiny_model), "selector": {"name": "pass_rate", "profile": str(whole)}, "max_steps": 1}
+    Trainer(config=values | reads | {"output_dir": str(tmp_path / "same"), "seed": 3})
+    assert not [w for w in recwarn if "was made with other settings" in str(w.message)]
+    with pytest.warns(UserWarning, match=r"selector: .*p\.jsonl was made with other settings .*sampling: .* there, "):
+        Trainer(config=values | reads | {"output_dir": str(tmp_path / "other"), "temperature": 0.6})
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from .build_methods import Methods, build_methods, build_success
 from .hub import check_hub
 from .placement import require_places
 from .preflight import check_agreement, check_prompts, in_steps
+from .profile_settings import warn_of_profile
 from .start import Start
 from .trainer_inputs import Given
 
@@ -115,7 +116,10 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     rewarder = build_rewarder(c, task, given.reward_list)
     check_prompts(c, task, rewarder, policy.tokenizer, engine)
     learner = build_learner(policy, c)
-    m = build_methods(c, task.train, build_success(c, task, rewarder.aliases, c.reward_weights))
+    success = build_success(c, task, rewarder.aliases, c.reward_weights)
+    if not resumed:
+        warn_of_profile(c, task, rewarder, success)
+    m = build_methods(c, task.train, success)
     greedy = m.advantage.greedy_baseline
     runner = None
     if engine is not None:

@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,9 @@ from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_
 from ..methods.success import Success, require_decided
 from ..rollout.evaluate import RollOut, RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
-from ..run.build import Policy, build_task, sampling_params
+from ..run.build import Policy, build_task
 from ..run.build_methods import build_success
+from ..run.profile_settings import differences, meta_path, profile_settings
 from ..run.standalone import model_config, opened
 from ..types import Prompt
 
@@ -90,19 +90,11 @@ def profile_key(
     config: RunConfig, task: Task, policy: Policy, rewarder: Rewarder, success: Success, n: int
 ) -> dict[str, Any]:
     """Return everything that decides a profile's lines."""
-    sampling = asdict(sampling_params(config))
-    sampling["stop"] = list(dict.fromkeys((*sampling["stop"], *task.stop)))
-    return {
+    return profile_settings(config, task, rewarder, success) | {
         "weights": weights_digest(policy.model.state_dict()),
-        "task": task.fingerprint(),
         "tokenizer": tokenizer_digest(policy.tokenizer),
         "n": n,
-        "sampling": sampling,
-        "max_prompt_length": config.max_prompt_length,
         "seed": config.seed,
-        "success": [success.function, success.at_least],
-        "reward functions": rewarder.names,
-        "reward weights": config.reward_weights,
     }
 
 
@@ -120,7 +112,7 @@ class ProfileFile:
 
     def __init__(self, path: Path, key: Mapping[str, Any], made_with: Mapping[str, str]) -> None:
         self.path = path
-        self.meta_path = path.with_name(path.name + ".meta.json")
+        self.meta_path = meta_path(path)
         self.rates: dict[str, PassRate] = {}
         self.tried = 0
         """Number of the task's first prompts that are done; those without a line cannot be judged."""
@@ -185,22 +177,14 @@ class ProfileFile:
                 f"{self.path}: there is no telling what it was made for ({self.meta_path.name}: {error!r}); "
                 "choose another file with -o, or move this one away"
             ) from None
-        wanted = self._fixed["key"]
-        differs = [k for k in {**key, **wanted} if key.get(k) != wanted.get(k)]
-        if differs:
-            shown = "; ".join(f"{k}: {_short(key.get(k))} there, {_short(wanted.get(k))} now" for k in differs)
+        if found := differences(key, self._fixed["key"]):
             raise ProfileError(
-                f"{self.path}: this profile was made for something else ({shown}); choose another file with -o"
+                f"{self.path}: this profile was made for something else ({found}); choose another file with -o"
             )
         self.tried, self.cost = tried, cost
 
     def _write_meta(self) -> None:
         write_json(self.meta_path, self._fixed | {"tried": self.tried, "cost": self.cost})
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:16] + '…"'
 
 
 def _fill(
