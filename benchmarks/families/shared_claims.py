@@ -44,8 +44,8 @@ PEERS = (
     *("greso", "speed-rl", "backoff", "knapsack", "pilot-commit", "reinforce-ada", "reinforce-ada-balanced"),
     *("mopps", "mopps-shared", "oracle-shared"),
 )
-OTHER_RATES = {"reinforce-ada": 4, "reinforce-ada-balanced": 4}
-"""Peers that have another best rate than DAPO."""
+OTHER_RATES = {"reinforce-ada": 4}
+"""Peers whose best rate is not DAPO's."""
 TWINS = {thrifty.BASE: "dapo-fixed-shared", "dapo": "dapo-shared"}
 """Base, of which all sampled tokens count, as in an engine that does not share -> the same runs, those decoded."""
 

@@ -270,7 +270,7 @@ class Collector:
         """Start the siblings that are to join a finished group; return whether there are any."""
         if self.stop is not None or len(group.rollouts) >= self.group_size.largest:
             return False
-        if more := self.group_size.more(group, self.judge.kind(group)):
+        if more := self.group_size.joining(group, self.judge.kind(group)):
             self._probes[group.visit.number] = group
             self.buffer.continued(group.visit, more)
             self.drafts.observe(group)

@@ -209,13 +209,17 @@ class TestOneRunOneDirectory:
 
     def test_more_steps_of_a_linear_schedule_are_refused(self, tiny_config: dict[str, Any]) -> None:
         train(tiny_config | {"max_steps": 2, "lr_scheduler_type": "linear"})
-        with pytest.raises(ConfigError, match=r"max_steps: was 2, is 4.*it decides every learning rate"):
+        with pytest.raises(ConfigError, match=r"max_steps: was 2, is 4 .learning rates depend on it, by lr_sch"):
             resume(Path(tiny_config["output_dir"]), {"max_steps": 4})
 
     def test_more_steps_would_lengthen_a_warm_up_that_is_a_share(self, tiny_config: dict[str, Any]) -> None:
         train(tiny_config | {"max_steps": 2, "warmup_steps": 0.5})
-        with pytest.raises(ConfigError, match=r"max_steps: was 2, is 20.*it decides every learning rate"):
+        with pytest.raises(ConfigError, match=r"max_steps: was 2, is 20 .learning rates depend on it, by warmup_steps"):
             resume(Path(tiny_config["output_dir"]), {"max_steps": 20})
+
+    def test_more_steps_may_leave_a_warm_up_as_it_was(self, tiny_config: dict[str, Any]) -> None:
+        train(tiny_config | {"max_steps": 2, "warmup_steps": 0.1})
+        resume(Path(tiny_config["output_dir"]), {"max_steps": 3})
 
     def test_a_resumed_run_has_no_stale_model(self, tiny_config: dict[str, Any]) -> None:
         train(tiny_config | {"max_steps": 1})

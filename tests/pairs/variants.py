@@ -98,7 +98,7 @@ SWITCHES: list[Settings] = [
     {"max_lag": 2},
     {"num_iterations": 2},
     {"reuse": {"updates": 2, "audit": 0.5}},
-    {"reuse": {"updates": 3, "max_age": 3, "min_ess": 0.9}},
+    {"reuse": {"updates": 3, "max_age": 1, "min_ess": 0.9}},
     {"speculative": True},
     {"temperature": 0.7},
     {"top_p": 0.8},

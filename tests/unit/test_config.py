@@ -52,6 +52,10 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ({"audit": 0.05}, r"audit: expected a section.*not 0.05. Here use `audit: {epsilon: 0.05}`"),
         ({"reuse": 4}, r"reuse: expected a section.*not 4. Here use `reuse: {updates: 4}`"),
         ({"group_size": 16}, r"group_size: expected a name, or a section.*not 16. Here use `num_generations: 16`"),
+        ({"reuse": {"updates": 2, "max_age": -1}}, r"reuse.max_age: .*\(got -1\)$"),
+        ({"group_size": {"name": "fixed", 3: 4}}, r"group_size.dict\[str,any\].3.\[key\]: .*\(got 3\)$"),
+        ({"filter": 3}, r"^config: filter: expected a name, or a section `{name: NAME}`, not 3$"),
+        ({"gates": [5]}, r"^config: gates.0: expected a name, or a section `{name: NAME}`, not 5$"),
         ({"selector": None}, r"selector: expected a name, or a section `{name: NAME}`, not None$"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from winnow import Trainer
@@ -179,7 +180,7 @@ class TestDottedPaths:
     [
         ("selector", "Selects", "selector: .*Selects builds a object, not a StreamSelector; derive from"),
         ("group_size", "Sizes", "group_size: .*Sizes builds a object, not a GroupSize; derive from"),
-        ("group_size", "Unsized", "group_size: .*Unsized has no number smallest; set it where it is built"),
+        ("group_size", "Unsized", "group_size: .*Unsized has no smallest; set it where it is built"),
     ],
 )
 def test_a_method_that_builds_something_else_is_refused(rules: str, key: str, rule: str, message: str) -> None:
@@ -189,14 +190,19 @@ def test_a_method_that_builds_something_else_is_refused(rules: str, key: str, ru
 
 
 def test_a_size_out_of_its_bounds_is_named() -> None:
-    size = SIZES["fixed"]().build(4)
-    assert size.size_for(Prompt("p", 0, text="x")) == 4
+    prompt, size = Prompt("p", 0, text="x"), SIZES["fixed"]().build(4)
+    assert size.size_for(prompt) == 4
+    size.next = lambda prompt: np.int64(4)
+    assert type(size.size_for(prompt)) is int
     for wrong in (5, 3, 4.0):
         size.next = lambda prompt, wrong=wrong: wrong
         with pytest.raises(
-            ConfigError, match=f"group_size: .*next returned {wrong}; return a whole number from smallest=4"
+            ConfigError, match=f"group_size: .*next returned {wrong}; return a whole number from 4 to 4"
         ):
-            size.size_for(Prompt("p", 0, text="x"))
+            size.size_for(prompt)
+    size.more = lambda group, kind: 3
+    with pytest.raises(ConfigError, match=r"group_size: .*more returned 3; return a whole number from 0 to 2 here"):
+        size.joining(make_group(0, [0.0, 1.0]), GroupKind.SIGNAL)
 
 
 class TestLists:

@@ -155,7 +155,10 @@ def test_a_run_with_other_settings_than_its_profile_warns(
     reads = {"model": str(tiny_model), "selector": {"name": "pass_rate", "profile": str(whole)}, "max_steps": 1}
     Trainer(config=values | reads | {"output_dir": str(tmp_path / "same"), "seed": 3})
     assert not [w for w in recwarn if "was made with other settings" in str(w.message)]
-    with pytest.warns(UserWarning, match=r"selector: .*p\.jsonl was made with other settings .*sampling: .* there, "):
+    with pytest.warns(
+        UserWarning,
+        match=r"selector: .*p\.jsonl was made with other settings .*\(sampling.temperature: 1.0 there, 0.6 now\)",
+    ):
         Trainer(config=values | reads | {"output_dir": str(tmp_path / "other"), "temperature": 0.6})
 
 

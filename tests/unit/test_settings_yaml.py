@@ -61,6 +61,7 @@ def test_a_colon_without_a_space(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'at_least:1': write a space after the colon"):
         load_config(_written(tmp_path, BASE), ["success={at_least:1}"])
     assert load_yaml('{"a:b":, c:d: 1, url: http://x/y}') == {"a:b": None, "c:d": 1, "url": "http://x/y"}
+    assert load_yaml("{a:b: '', c:d: }") == {"a:b": "", "c:d": None}
 
 
 def _written(folder: Path, text: str) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from .foreign_values import answer_to
+from .foreign_values import answer_to, meant_by
 from .migration_hints import key_hints
 
 
@@ -22,7 +22,10 @@ def suggestion(name: str, known: Sequence[str]) -> str:
 def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
     """Return pydantic's errors, one a line, with our name for an unknown key, or the nearest valid name."""
     lines = []
-    for e in error.errors():
+    errors = error.errors()
+    sections = [e for e in errors if e["loc"][-1:] == ("dict[str,any]",)]
+    methods = {e["loc"][:-1] for e in sections if not isinstance(e["input"], dict)}
+    for e in errors:
         key = ".".join(str(part) for part in e["loc"])
         if e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             for name, answer in key_hints(key, e["input"]):
@@ -30,16 +33,19 @@ def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
                 lines.append(f"unknown key '{name}'.{hint}")
         elif e["type"] == "missing":
             lines.append(f"missing key '{key}'")
-        elif e["loc"][1:] == ("dict[str,any]",):
-            continue  # a method's other form: a name
+        elif e["type"] == "model_type":
+            lines.append(_no_section(key, "a section, `{key: value}`", e["input"]))
+        elif e["loc"][:-1] in methods and not isinstance(e["input"], list):
+            if e["loc"][-1] == "str":  # the other forms of a method are told with this one
+                lines.append(_no_section(key.removesuffix(".str"), "a name, or a section `{name: NAME}`", e["input"]))
         elif not e["loc"]:
             lines.append(str(e["msg"]).removeprefix("Value error, "))
         else:
             answer = answer_to(str(e["loc"][0]), e["input"])
-            problem = f"{key}: {e['msg']} (got {e['input']!r})"
-            if e["type"] == "model_type":
-                problem = f"{key}: expected a section, `{{key: value}}`, not {e['input']!r}"
-            elif e["type"] == "string_type" and e["loc"][1:] == ("str",):
-                problem = f"{e['loc'][0]}: expected a name, or a section `{{name: NAME}}`, not {e['input']!r}"
-            lines.append(problem + (f". Here {answer}." if answer else ""))
+            lines.append(f"{key}: {e['msg']} (got {e['input']!r})" + (f". Here {answer}." if answer else ""))
     return "\n".join(f"{where}: {line}" for line in lines)
+
+
+def _no_section(key: str, expected: str, given: object) -> str:
+    answer = meant_by(key, given)
+    return f"{key}: expected {expected}, not {given!r}" + (f". Here {answer}." if answer else "")

@@ -33,11 +33,10 @@ _ANSWERS: dict[tuple[str, Any], str] = {
 }
 
 _IN_SECTION = {
-    "audit": "audit: {{epsilon: {}}}",
     "group_size": "num_generations: {}",
     "reuse": "reuse: {{updates: {}}}",
 }
-"""Keys of sections -> what is meant by a number."""
+"""Keys of sections -> what is meant by a whole number above 1."""
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,6 +65,12 @@ def answer_to(key: str, value: Any) -> str | None:
     """Return the advice for a value known from another trainer, or None."""
     if key in ("save_steps", "eval_steps") and isinstance(value, float) and 0 < value < 1:
         return _SHARE
-    if key in _IN_SECTION and isinstance(value, int | float) and not isinstance(value, bool):
-        return f"use `{_IN_SECTION[key].format(value)}`"
     return _ANSWERS.get((key, value)) if isinstance(value, str | int | None) else None
+
+
+def meant_by(key: str, value: Any) -> str | None:
+    """Return the advice for a number in the place of a section, or None."""
+    if key in _IN_SECTION and isinstance(value, int) and value > 1:
+        return f"use `{_IN_SECTION[key].format(value)}`"
+    share = isinstance(value, float) and 0 < value < 1
+    return f"use `audit: {{epsilon: {value}}}`" if key == "audit" and share else None

@@ -63,7 +63,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
             if key.value in seen:
                 raise _error(f"duplicate key '{key.value}'; remove one", key)
             seen.add(key.value)
-            if node.flow_style and key.style is None and ":" in key.value and value.value == "":
+            if ":" in key.value and node.flow_style and value.start_mark.index == key.end_mark.index:
                 raise _error(f"'{key.value}': write a space after the colon", key)
 
 

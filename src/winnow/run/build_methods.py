@@ -79,13 +79,12 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
 
     Raises ConfigError naming the field and the nearest valid name.
     """
-    _refuse_idle_reuse(c)
     loss, options = build_loss(c), method_options(c)
     with _errors_of("group_size"):
         group_size: GroupSize = options["group_size"][0].build(c.num_generations)
     _require(GroupSize, group_size, "group_size", c.group_size)
-    if missing := [name for name in ("smallest", "largest") if not isinstance(getattr(group_size, name, None), int)]:
-        raise ConfigError(f"group_size: {name_of(c.group_size)} has no number {missing[0]}; set it where it is built")
+    if not hasattr(group_size, "smallest"):
+        raise ConfigError(f"group_size: {name_of(c.group_size)} has no smallest; set it where it is built")
     advantage: Advantage = options["advantage"][0]
     if advantage.smallest_group > group_size.smallest:
         raise ConfigError(
@@ -101,6 +100,8 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
         raise ConfigError(problem)
     with _errors_of("group_size"):
         group_size.begin(prompts, judge)
+    if not hasattr(group_size, "largest"):
+        raise ConfigError(f"group_size: {name_of(c.group_size)} has no largest; set it in `begin` or before")
     with _errors_of("selector"):
         selector: StreamSelector = options["selector"][0].build(prompts, c.seed, judge)
     _require(StreamSelector, selector, "selector", c.selector)
@@ -125,21 +126,7 @@ def _require(base: type, built: object, key: str, spec: MethodSpec) -> None:
         package = ".".join(base.__module__.split(".")[:3])
         raise ConfigError(
             f"{key}: {name_of(spec)} builds a {type(built).__name__}, not a {base.__name__}; derive from "
-            f"{package}.{base.__name__} (docs/design.md has an example)"
-        )
-
-
-def _refuse_idle_reuse(c: RunConfig) -> None:
-    """Raise ConfigError for a `reuse` under which no group can be trained again."""
-    if c.reuse is not None and c.prompts_per_step == 1:
-        raise ConfigError(
-            "reuse: has no effect with prompts_per_step: 1, as one group of a batch is new; raise prompts_per_step, or "
-            "remove reuse"
-        )
-    if c.reuse is not None and c.reuse.max_age <= c.max_lag:
-        raise ConfigError(
-            f"reuse: max_age: {c.reuse.max_age} must be above max_lag: {c.max_lag}; a group that is trained so late is "
-            "too old for a second update"
+            f"{package}.{base.__name__}"
         )
 
 

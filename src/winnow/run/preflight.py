@@ -84,13 +84,15 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
         free -= {"learner"}
     if _without_memory_options(before["engine"]) != _without_memory_options(now["engine"]):
         free -= {"engine"}
-    if config.lr_scheduler_type != "constant" or 0 < config.warmup_steps < 1:
+    warmups = validate(from_saved(saved)).warmup, config.warmup
+    if config.lr_scheduler_type != "constant" or warmups[0] != warmups[1]:
         free -= {"max_steps"}
     changed = [k for k in now if before.get(k) != now[k] and k not in free]
     if changed:
         shown = "; ".join(f"{k}: was {before.get(k)!r}, is {now[k]!r}" for k in changed)
         if "max_steps" in changed:
-            shown += " (with this lr_scheduler_type and warmup_steps it decides every learning rate)"
+            own = "lr_scheduler_type" if config.lr_scheduler_type != "constant" else "warmup_steps, a share of it"
+            shown += f" (learning rates depend on it, by {own}; start a new run)"
         raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
 
 
@@ -118,10 +120,9 @@ def _without_memory_options(engine: MethodSpec) -> dict[str, Any]:
     return {key: value for key, value in section_of(engine).items() if key not in MEMORY_OPTIONS}
 
 
-def check_rewards(task: Task, rewarder: Rewarder) -> None:
+def check_rewards(task: Task, first: Prompt, rewarder: Rewarder) -> None:
     """Raise ConfigError where rollouts would have no reward or functions are never asked, ValueError where a function
     needs a column that the data lack."""
-    first = (task.train or task.test)[0]
     rewarder.check(first.columns, first.messages is not None)
     if not rewarder.names and task.make_env(first) is None:
         raise ConfigError("reward_funcs: missing, and the task has no reward; give e.g. 'my_reward.py:my_reward'")
@@ -132,12 +133,29 @@ def check_rewards(task: Task, rewarder: Rewarder) -> None:
         )
 
 
+def require_reuse(c: RunConfig, carry: bool) -> None:
+    """Raise ConfigError for a `reuse` under which no group can be trained again. `carry`: a batch may wait a step."""
+    if c.reuse is None:
+        return
+    if c.prompts_per_step == 1:
+        raise ConfigError(
+            "reuse: has no effect with prompts_per_step: 1, as one group of a batch is new; raise prompts_per_step, or "
+            "remove reuse"
+        )
+    exact = name_of(c.sync) == "in_process" and section_of(c.sync).get("lag", "exact") == "exact" and not carry
+    if exact and c.reuse.max_age <= c.max_lag:
+        raise ConfigError(
+            f"reuse: max_age: {c.reuse.max_age} must be above max_lag: {c.max_lag}, the age at which every group is "
+            "trained first here"
+        )
+
+
 def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine | None) -> None:
     """Try a few prompts on reward functions, tokenizer and engine (if local); warn of prompts that will fail.
 
     Raises ConfigError when all of them fail.
     """
-    check_rewards(task, rewarder)
+    check_rewards(task, task.train[0], rewarder)
     warn_of_plain_text(task, tokenizer)
     warn_of_failing_prompts(c.max_prompt_length, task, tokenizer)
     causes, limit = [], c.max_prompt_length

@@ -18,6 +18,7 @@ from .build import sampling_params
 
 def profile_settings(c: RunConfig, task: Task, rewarder: Rewarder, success: Success) -> dict[str, Any]:
     """Return what decides a profile's rates, but for the model, the seed and the number of rollouts."""
+    template = [c.chat_template, c.chat_template_kwargs]
     sampling = asdict(sampling_params(c))
     sampling["stop"] = list(dict.fromkeys((*sampling["stop"], *task.stop)))
     return {
@@ -27,6 +28,7 @@ def profile_settings(c: RunConfig, task: Task, rewarder: Rewarder, success: Succ
         "success": [success.function, success.at_least],
         "reward functions": rewarder.names,
         "reward weights": c.reward_weights,
+        "chat template": template if any(template) else None,
     }
 
 
@@ -37,14 +39,21 @@ def meta_path(profile: Path) -> Path:
 
 def differences(there: dict[str, Any], now: dict[str, Any]) -> str:
     """Return what differs between two settings, as text; empty if nothing does."""
-    now = json.loads(json.dumps(now))
+    there, now = _by_key(there), _by_key(json.loads(json.dumps(now)))
     differs = [name for name in {**there, **now} if there.get(name) != now.get(name)]
     return "; ".join(f"{name}: {_short(there.get(name))} there, {_short(now.get(name))} now" for name in differs)
 
 
+def _by_key(settings: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= 80 else text[:16] + '…"'
+    return text if len(text) <= 80 else text[:16] + "…"
 
 
 def warn_of_profile(c: RunConfig, task: Task, rewarder: Rewarder, success: Success) -> None:
@@ -57,7 +66,7 @@ def warn_of_profile(c: RunConfig, task: Task, rewarder: Rewarder, success: Succe
     settings = profile_settings(c, task, rewarder, success)
     try:
         key = from_json(meta_path(Path(profile)).read_text(encoding="utf-8"))["key"]
-        there = {name: key[name] for name in settings}
+        there = {name: key.get(name) for name in settings}
     except (OSError, ValueError, KeyError, TypeError):
         return
     if found := differences(there, settings):

@@ -34,6 +34,7 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
         if not prompts:
             raise ConfigError(f"env: task {task.name} has no held-out prompts")
         with opened(c, task, saved) as (_, roll_out, rewarder):
+            check_rewards(task, prompts[0], rewarder)
             success = build_success(c, task, rewarder.aliases, c.reward_weights)
             found = evaluate(roll_out, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
     return {
@@ -93,7 +94,6 @@ def opened(
                     f"{key}: the configuration of the run does not make its {name} again (they were objects, or files "
                     f"have changed); name them, {key}=..."
                 )
-        check_rewards(task, rewarder)
         yield policy, lambda jobs: run_jobs(runner, jobs), rewarder
     finally:
         rewarder.close()

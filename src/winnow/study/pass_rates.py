@@ -35,6 +35,7 @@ from ..rollout.evaluate import RollOut, RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
 from ..run.build import Policy, build_task
 from ..run.build_methods import build_success
+from ..run.preflight import check_rewards
 from ..run.profile_settings import differences, meta_path, profile_settings
 from ..run.standalone import model_config, opened
 from ..types import Prompt
@@ -64,6 +65,7 @@ def profile_model(
         task = build_task(config.env)
         wanted = list(task.train[:prompts])
         policy, roll_out, rewarder = stack.enter_context(opened(config, task, saved))
+        check_rewards(task, wanted[0], rewarder)
         success = build_success(config, task, rewarder.aliases, config.reward_weights)
         require_decided(success)
         key = profile_key(config, task, policy, rewarder, success, n)

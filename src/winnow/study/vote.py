@@ -21,6 +21,7 @@ from ..rollout.evaluate import rank_weights, summarize, weighted_vote
 from ..run.build import build_task
 from ..run.build_methods import build_success
 from ..run.checkpoint import STATE
+from ..run.preflight import check_rewards
 from ..run.standalone import model_config, opened
 from ..types import Job, Prompt, Rollout, Visit
 
@@ -84,6 +85,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
         started = time.monotonic()
         report = frozenset({"confidence", "last_hidden", "raw_logp"})
         with opened(c, task, saved, report) as (policy, roll_out, rewarder):
+            check_rewards(task, prompts[0], rewarder)
             success = build_success(c, task, rewarder.aliases, c.reward_weights)
             if head is not None:
                 _check_size(head, policy.model.config, shown)

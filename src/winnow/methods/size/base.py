@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from ...base.errors import ConfigError
 from ...base.state import Stateful
@@ -31,13 +34,19 @@ class GroupSize(Stateful, ABC):
 
     def size_for(self, prompt: Prompt) -> int:
         """Return `next`. Raises ConfigError unless it is a whole number from `smallest` to `largest`."""
-        size = self.next(prompt)
-        if not isinstance(size, int) or not self.smallest <= size <= self.largest:
+        return self._whole("next", self.next(prompt), self.smallest, self.largest)
+
+    def joining(self, group: Group, kind: GroupKind) -> int:
+        """Return `more`. Raises ConfigError unless it is a whole number that leaves the group at most `largest`."""
+        return self._whole("more", self.more(group, kind), 0, self.largest - len(group.rollouts))
+
+    def _whole(self, name: str, number: Any, low: int, high: int) -> int:
+        if not isinstance(number, int | np.integer) or not low <= number <= high:
             raise ConfigError(
-                f"group_size: {type(self).__name__}.next returned {size!r}; return a whole number from smallest="
-                f"{self.smallest} to largest={self.largest}"
+                f"group_size: {type(self).__name__}.{name} returned {number!r}; return a whole number from {low} to "
+                f"{high} here (smallest is {self.smallest}, largest {self.largest})"
             )
-        return size
+        return int(number)
 
     def more(self, group: Group, kind: GroupKind) -> int:
         """Return how many siblings join a group whose parts so far are finished; 0: it is whole."""
