@@ -32,7 +32,7 @@ METHODS = thrifty.METHODS | {
 }
 LENGTHS = thrifty.LENGTHS | {"thrifty-shared-linear-long": 4 / 3, "thrifty-shared-wide-linear": 3 / 4}
 COMPOSITIONS: dict[str, tuple[tuple[str, float], ...]] = {
-    "chain": (("thrifty-shared-twice-linear", 2),),
+    "chain": (("thrifty-shared-twice-linear", 1),),
     "smollm2": (("thrifty-shared-twice", 1),),
     "countdown": (("mopps-shared", 2), ("thrifty-shared-linear", 2)),
     "alfworld": (("mopps-shared", 2), ("thrifty-shared-twice", 0.5)),
