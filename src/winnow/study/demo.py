@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.sanitize import visible
-from ..config import ConfigError, build_options, read_settings, validate
+from ..config import ConfigError, RunConfig, build_options, read_settings, validate
 from ..engine.pretrained import PRETRAINED
 from ..engine.pretrained import get as get_model
 from ..record.failures import failures_of
@@ -21,6 +21,7 @@ from ..record.ledger import Ledger
 from ..record.progress import fate_line
 from ..record.records import LEDGER, SAMPLES, read_config, read_metrics
 from ..run.build import build_demonstrator
+from ..run.preflight import changes_of
 from ..run.trainer import Trainer
 from ..types import Fate
 from .report import write_report
@@ -55,9 +56,10 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
         warm_start(build_demonstrator(config.env), model_dir, config=options)
     console.rule("reinforcement learning")
     if (run_dir / LEDGER).exists():
-        saved, now = read_config(run_dir), config.model_dump(mode="json")
-        given = {override.partition("=")[0].partition(".")[0] for override in overrides} & set(now)
-        trainer = Trainer.resume(run_dir, {key: values[key] for key in given if saved.get(key) != now[key]})
+        saved, given = read_config(run_dir), changes_of(run_dir, overrides)
+        given = {key: value for key, value in given.items() if key in RunConfig.model_fields}
+        now = validate(saved | given, "demo").model_dump(mode="json")
+        trainer = Trainer.resume(run_dir, {key: given[key] for key in given if saved.get(key) != now[key]})
     else:
         trainer = Trainer(config=config)
     trainer.console = console
