@@ -40,10 +40,7 @@ COMPOSITIONS: dict[str, tuple[tuple[str, float], ...]] = {
 """Task -> compositions and their rates."""
 DAPO = {"chain": 2, "smollm2": 2, "countdown": 2, "alfworld": 2}
 """The base's best rate."""
-PEERS = (
-    *("greso", "speed-rl", "backoff", "knapsack", "pilot-commit", "reinforce-ada", "reinforce-ada-balanced"),
-    *("mopps", "mopps-shared", "oracle-shared"),
-)
+PEERS = ("greso", "speed-rl", "backoff", "knapsack", "reinforce-ada", "mopps", "mopps-shared", "oracle-shared")
 OTHER_RATES = {"reinforce-ada": 4}
 """Peers whose best rate is not DAPO's."""
 TWINS = {thrifty.BASE: "dapo-fixed-shared", "dapo": "dapo-shared"}
@@ -63,8 +60,11 @@ def collect(said: Said, runs: dict[str, list[Run]], work: Path) -> Said:
     return said | {"runs": t.merged(said.get("runs", {}), new, list(new))}
 
 
-def task_of(name: str, runs: Figures, base: str = thrifty.BASE) -> thrifty.Task:
-    rates = dict.fromkeys([*METHODS, *TWINS.values()], DAPO[name]) | OTHER_RATES | dict(COMPOSITIONS[name])
+def task_of(name: str, runs: Figures, base: str = thrifty.BASE, rate: float | None = None) -> thrifty.Task:
+    """`rate`: of all arms, in the place of the best ones."""
+    rates = dict.fromkeys([*METHODS, *TWINS.values()], rate or DAPO[name])
+    if rate is None:
+        rates |= OTHER_RATES | dict(COMPOSITIONS[name])
     return thrifty.Task(name, runs, base, smooth=False, rates=rates)
 
 
@@ -87,8 +87,10 @@ def tables(said: Said) -> dict[str, str]:
     arms = list(dict.fromkeys(arm for of_task in COMPOSITIONS.values() for arm, _ in of_task))
     every = [task_of(name, runs, base) for name in COMPOSITIONS for base in (*thrifty.BASES, *TWINS.values())]
     peers = [task_of("countdown", runs, base) for base in TWINS.values()]
+    other = [task_of("chain", runs, base, rate) for rate in (1, 2) for base in (*TWINS, *TWINS.values())]
     made = {
         "shared": thrifty.paired(every, arms, paired_columns),
+        "shared-other-rates": thrifty.paired(other, ["thrifty-shared-twice-linear"], paired_columns),
         "shared-peers": thrifty.paired(peers, PEERS, paired_columns),
     }
     for name in COMPOSITIONS:

@@ -157,7 +157,7 @@ def test_a_run_with_other_settings_than_its_profile_warns(
     assert not [w for w in recwarn if "was made with other settings" in str(w.message)]
     with pytest.warns(
         UserWarning,
-        match=r"selector: .*p\.jsonl was made with other settings .*\(sampling.temperature: 1.0 there, 0.6 now\)",
+        match=r"selector: .*p\.jsonl was made with other settings \(sampling.temperature: 1.0 there, 0.6 now\)",
     ):
         Trainer(config=values | reads | {"output_dir": str(tmp_path / "other"), "temperature": 0.6})
 

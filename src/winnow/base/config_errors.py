@@ -36,7 +36,7 @@ def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
         elif e["type"] == "model_type":
             lines.append(_no_section(key, "a section, `{key: value}`", e["input"]))
         elif e["loc"][:-1] in methods and not isinstance(e["input"], list):
-            if e["loc"][-1] == "str":  # the other forms of a method are told with this one
+            if e["loc"][-1] == "str":  # this line stands for a method's other forms, too
                 lines.append(_no_section(key.removesuffix(".str"), "a name, or a section `{name: NAME}`", e["input"]))
         elif not e["loc"]:
             lines.append(str(e["msg"]).removeprefix("Value error, "))

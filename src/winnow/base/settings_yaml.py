@@ -63,6 +63,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
             if key.value in seen:
                 raise _error(f"duplicate key '{key.value}'; remove one", key)
             seen.add(key.value)
+            # {a:1} has one key, "a:1", directly followed by an empty value
             if ":" in key.value and node.flow_style and value.start_mark.index == key.end_mark.index:
                 raise _error(f"'{key.value}': write a space after the colon", key)
 

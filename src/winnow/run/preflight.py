@@ -72,7 +72,8 @@ def changes_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
     """Raise ConfigError with the difference if `config` would change what the rest of the run computes."""
-    before, now = (as_saved(c) for c in (validate(from_saved(saved)), config))
+    begun = validate(from_saved(saved))
+    before, now = as_saved(begun), as_saved(config)
     free = MAY_CHANGE_ON_RESUME | {"output_dir"}
     repeatable = any("repeatable" in sampler_options(c["sync"]).provides for c in (before, now))
     if before["sync"] != now["sync"] and (repeatable or name_of(before["sync"]) != name_of(now["sync"])):
@@ -84,8 +85,7 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
         free -= {"learner"}
     if _without_memory_options(before["engine"]) != _without_memory_options(now["engine"]):
         free -= {"engine"}
-    warmups = validate(from_saved(saved)).warmup, config.warmup
-    if config.lr_scheduler_type != "constant" or warmups[0] != warmups[1]:
+    if config.lr_scheduler_type != "constant" or begun.warmup != config.warmup:
         free -= {"max_steps"}
     changed = [k for k in now if before.get(k) != now[k] and k not in free]
     if changed:
@@ -142,7 +142,7 @@ def require_reuse(c: RunConfig, carry: bool) -> None:
             "reuse: has no effect with prompts_per_step: 1, as one group of a batch is new; raise prompts_per_step, or "
             "remove reuse"
         )
-    exact = name_of(c.sync) == "in_process" and section_of(c.sync).get("lag", "exact") == "exact" and not carry
+    exact = getattr(sampler_options(c.sync), "lag", None) == "exact" and not carry
     if exact and c.reuse.max_age <= c.max_lag:
         raise ConfigError(
             f"reuse: max_age: {c.reuse.max_age} must be above max_lag: {c.max_lag}, the age at which every group is "

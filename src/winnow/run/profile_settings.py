@@ -27,7 +27,7 @@ def profile_settings(c: RunConfig, task: Task, rewarder: Rewarder, success: Succ
         "max_prompt_length": c.max_prompt_length,
         "success": [success.function, success.at_least],
         "reward functions": rewarder.names,
-        "reward weights": c.reward_weights,
+        "reward weights": None if set(c.reward_weights or ()) <= {1.0} else c.reward_weights,
         "chat template": template if any(template) else None,
     }
 
@@ -59,7 +59,7 @@ def _short(value: Any) -> str:
 def warn_of_profile(c: RunConfig, task: Task, rewarder: Rewarder, success: Success) -> None:
     """Warn where the profile that the selector reads was made with other settings than the run's.
 
-    A profile of another file's making, without its settings, is taken as it is.
+    A profile without a file of its settings is taken as it is.
     """
     if not (profile := section_of(c.selector).get("profile")):
         return
@@ -71,7 +71,7 @@ def warn_of_profile(c: RunConfig, task: Task, rewarder: Rewarder, success: Succe
         return
     if found := differences(there, settings):
         warnings.warn(
-            f"selector: {profile} was made with other settings than this run's, whose pass rates may differ ({found}); "
+            f"selector: {profile} was made with other settings ({found}), so its pass rates may not be this run's; "
             "make it again with `winnow pass-rates`, or ignore this if they are close enough",
             stacklevel=2,
         )

@@ -32,6 +32,21 @@ class GroupSize(Stateful, ABC):
     def next(self, prompt: Prompt) -> int:
         """Return the size of the next group, which is of this prompt."""
 
+    def more(self, group: Group, kind: GroupKind) -> int:
+        """Return how many siblings join a group whose parts so far are finished; 0: it is whole."""
+        return 0
+
+    def learn(self, group: Group) -> None:
+        """Learn from a finished group; called for each, also for those that a filter drops later.
+
+        It may set its rollouts' `survival_p`, with which `unbiased` weights divide.
+        """
+        return
+
+    def observe(self, step_stats: Mapping[str, float]) -> None:
+        """Learn from a training step's metrics; called once per step."""
+        return
+
     def size_for(self, prompt: Prompt) -> int:
         """Return `next`. Raises ConfigError unless it is a whole number from `smallest` to `largest`."""
         return self._whole("next", self.next(prompt), self.smallest, self.largest)
@@ -47,18 +62,3 @@ class GroupSize(Stateful, ABC):
                 f"{high} here (smallest is {self.smallest}, largest {self.largest})"
             )
         return int(number)
-
-    def more(self, group: Group, kind: GroupKind) -> int:
-        """Return how many siblings join a group whose parts so far are finished; 0: it is whole."""
-        return 0
-
-    def learn(self, group: Group) -> None:
-        """Learn from a finished group; called for each, also for those that a filter drops later.
-
-        It may set its rollouts' `survival_p`, with which `unbiased` weights divide.
-        """
-        return
-
-    def observe(self, step_stats: Mapping[str, float]) -> None:
-        """Learn from a training step's metrics; called once per step."""
-        return
