@@ -35,8 +35,21 @@ def solve(prompt, base_url):
 '''
 
 
-def agent_config(model: Path, folder: Path) -> dict[str, Any]:
-    (folder / "agent.py").write_text(AGENT)
+SHARING = AGENT.replace("def solve(", "def alone(") + '''
+
+import threading
+
+places = threading.Semaphore(2)
+
+
+def solve(prompt, base_url):
+    with places:
+        return alone(prompt, base_url)
+'''
+
+
+def agent_config(model: Path, folder: Path, agent: str = AGENT) -> dict[str, Any]:
+    (folder / "agent.py").write_text(agent)
     rows = [json.dumps({"prompt": f"What is {n} and {n}?"}) for n in range(12)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     env = {"name": "agent", "path": str(folder / "rows.jsonl"), "agent": f"{folder}/agent.py:solve", "test_size": 3}

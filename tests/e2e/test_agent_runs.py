@@ -12,7 +12,7 @@ import pytest
 
 from winnow import Trainer
 
-from ..builders.agents import agent_config
+from ..builders.agents import SHARING, agent_config
 from ..builders.runs import assert_clean, fingerprint, metrics_of
 from ..builders.tokenizers import chat_model  # noqa: F401
 
@@ -45,6 +45,16 @@ def test_in_other_processes_with_a_gate_and_audits(config: dict[str, Any]) -> No
     }
     Trainer(config=config | more | {"selector": "greso", "filter": "zero_variance"}).train()
     assert_clean(Path(config["output_dir"]))
+
+
+@pytest.mark.parametrize("sync", ["in_process", "processes"])
+def test_agents_that_share_two_places(chat_model: Path, tmp_path: Path, sync: str) -> None:  # noqa: F811
+    config = agent_config(chat_model, tmp_path, SHARING)
+    more = {"sync": sync, "max_lag": int(sync == "processes"), "max_steps": 2}
+    Trainer(config=config | more | {"env": config["env"] | {"timeout_s": 60}}).train()
+    run = Path(config["output_dir"])
+    assert_clean(run)
+    assert all(row["rollouts/failed_share"] == 0 for row in metrics_of(run) if "rollouts/failed_share" in row)
 
 
 def test_the_example_of_the_page_with_openais_client(

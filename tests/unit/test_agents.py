@@ -7,8 +7,6 @@ import json
 import re
 import socket
 import threading
-import urllib.error
-import urllib.request
 
 import pytest
 
@@ -17,6 +15,7 @@ from winnow.tasks.agents import AgentConfig, with_agent
 from winnow.tasks.agents.endpoint import Endpoint
 from winnow.types import Fate
 
+from ..builders.asking import ask, user
 from ..builders.tool_calls import call
 from ..builders.tool_rollouts import roll
 from ..builders.tools import OneTurn, add, make_tokenizer
@@ -27,22 +26,6 @@ GOES_ON = [{"role": "user", "content": "Go on."}]
 @pytest.fixture(scope="module")
 def tokenizer():
     return make_tokenizer()
-
-
-def ask(base_url, messages, **more):
-    """The message that the policy answers, or (status, what is said) if it refuses."""
-    body = json.dumps({"model": "policy", "messages": messages, **more}).encode()
-    request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            text = answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())["error"]["message"]
-    return text if more.get("stream") else json.loads(text)["choices"][0]["message"]
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def chat(base_url, prompt, asked=("first",)):

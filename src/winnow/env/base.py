@@ -114,6 +114,10 @@ class OverlappingEnv(Protocol):
     possibly while an answer is pending. An optional `start_reward()` gives a future of the reward, or None, for a
     rollout whose tokens are used up in the middle of an action, which is not stepped. `winnow.env.workers.remote` puts
     any `Env` into a worker process.
+
+    An optional attribute `independent = True` says that no answer ever waits for another rollout (for a lock or a
+    place in a pool that it holds). Answers are then waited for in order, however long they take, so a run repeats bit
+    for bit; else only while some answer arrives within a second.
     """
 
     def start_reset(self) -> Future[str | None]:

@@ -31,6 +31,8 @@ class NextMessages(str):
     """All messages of an agent's request, those before included; empty if unknown."""
     agent: str
     """Agent that asks, in a rollout of several."""
+    key: int | None
+    """64 bits that identify an agent's request in its rollout, whenever it arrives; None: its turn does."""
 
     def __new__(
         cls,
@@ -39,14 +41,15 @@ class NextMessages(str):
         continues: int | None = -1,
         whole: Sequence[Message] = (),
         agent: str = "",
+        key: int | None = None,
     ) -> NextMessages:
         text = super().__new__(cls, "\n".join(str(m["content"]) for m in messages))
         text.messages, text.tools = tuple(messages), tuple(tools)
-        text.continues, text.whole, text.agent = continues, tuple(whole), agent
+        text.continues, text.whole, text.agent, text.key = continues, tuple(whole), agent, key
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NextMessages, (self.messages, self.tools, self.continues, self.whole, self.agent)
+        return NextMessages, (self.messages, self.tools, self.continues, self.whole, self.agent, self.key)
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None) -> tuple[int, ...]:

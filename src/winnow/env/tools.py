@@ -201,7 +201,7 @@ class ToolTask:
         self.name, self.stop = task.name, task.stop
         self.reward_funcs: Sequence[RewardFn] = task.reward_funcs
         self.max_turns = max_tool_calling_iterations + 1
-        self._task, self._parse, self._deadlines = task, parse, Deadlines(timeout_s)
+        self._task, self._parse, self._deadlines = task, parse, Deadlines(timeout_s, overlapping=True)
         self.rewards_itself = all(rewards)
         """Whether every environment has `get_reward`, so that no reward function is asked."""
         for prompt in chain(task.train, task.test):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from operator import itemgetter
 
@@ -10,6 +11,7 @@ from ..engine.base import Engine, Reached
 from ..env.base import Task
 from ..methods.gate import NamedRule, env_steps
 from ..types import Decision, EnvStep, GroupView, Token
+from .answers import STUCK_S
 from .in_flight import Flight, Sibling
 
 
@@ -55,6 +57,23 @@ class ActiveRules:
             if not decision.verdict.keep:
                 return decision
         return None
+
+    @staticmethod
+    def give_up(flight: Flight) -> list[Sibling]:
+        """Drop the decisions that siblings wait for, and return those siblings.
+
+        The others may wait for something that one of these holds, such as a semaphore or a pool.
+        """
+        waiting = [sibling for sibling in flight.gated if sibling.waiting_since is not None]
+        if waiting:
+            k, gate = flight.undecided[0]
+            warnings.warn(
+                f"gate {gate}: for {STUCK_S:g} s no sibling came to environment step {k}, so those that waited there "
+                "go on without its decision; do the others wait for something that these hold (a semaphore, a pool)?",
+                stacklevel=2,
+            )
+            flight.undecided = [point for point in flight.undecided if point[0] != k]
+        return waiting
 
     def about_rollouts(self, reached: Sequence[tuple[Flight, Sibling, Reached]]) -> list[tuple[Flight, Sibling, str]]:
         """Decide about all rollouts at a token; return those to prune, with reasons. A gate decides once a rollout."""

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,8 +14,11 @@ import numpy as np
 
 from ..base.redact import redact
 from ..engine.base import Finished
-from ..env.base import Env, OverlappingEnv, StepResult
+from ..env.base import Env, OverlappingEnv
+from ..env.prompting import PromptError
 from ..env.rewards.scores import MAX_REWARD
+from ..env.workers.functions import describe_error
+from ..env.workers.worker import WorkerError
 from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
 
 TRUNCATED = ("length", "turns", "segments")
@@ -46,6 +48,8 @@ class Sibling:
     length: int = 0
     reward: float | None = None
     """Last reward from the environment."""
+    request_key: int | None = None
+    """Key of the request that its next turn answers (`NextMessages.key`); None: the number of the turn."""
     waiting_since: float | None = None
     """Time of arrival at the barrier of an environment-step gate, where it holds no engine slot, or None."""
 
@@ -266,14 +270,8 @@ class Flight:
         )
 
 
-@dataclass(frozen=True)
-class Awaited:
-    """Pending answer of an overlapping environment: the first observation, or that to the last action."""
-
-    flight: Flight
-    sibling: Sibling
-    answer: Future[str | None] | Future[StepResult] | Future[float | None]
-    due: int
-    """Clock of the runner at which the answer is taken, or waited for."""
-    last: bool = False
-    """The tokens of the rollout are used up: it ends with this answer."""
+def described(error: BaseException) -> str:
+    """Return the cause with file and line; messages of workers and prompt checks are already complete."""
+    if isinstance(error, WorkerError):
+        return error.detail
+    return str(error) if isinstance(error, PromptError) else describe_error(error)

@@ -2,19 +2,17 @@
 
 Every launched sibling returns in its group exactly once, with its tokens as sampled. A stopped or failed sibling stays
 in the group with `reward = None` and a fate. Groups return in launch order, each a fixed time after its last token by
-the engine's clock (at once when the engine is idle); slower rewards are waited for. Answers of overlapping environments
-are treated alike. So the rollouts that run together, and all rounding, do not depend on the speed of either.
+the engine's clock (at once when the engine is idle); slower rewards are waited for. So the rollouts that run together,
+and all rounding, do not depend on the speed of rewards. Answers of overlapping environments: `answers.py`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from ..base.noise import noise_key
-from ..engine.base import Engine, Finished, Reached, Request
+from ..engine.base import Engine, Finished, Reached
 from ..env.base import ModelTurn, OverlappingEnv, StepResult, Task
 from ..env.prompting import (
     PromptError,
@@ -26,17 +24,14 @@ from ..env.prompting import (
     without_end,
 )
 from ..env.rewards.rewarder import Rewarder
-from ..env.workers.functions import describe_error
-from ..env.workers.worker import WorkerError
 from ..methods.gate import NamedRule
 from ..types import Decision, Fate, Group, Job, Purpose, Turn
+from .answers import OVERLAP, PATIENCE_S, Answers, Awaited
 from .gate_rules import ActiveRules
 from .history import append_or_restart, begin
-from .in_flight import Awaited, Flight, Sibling, siblings_of
-from .options import STREAMS, RolloutOptions, check_drafts
-
-OVERLAP = 8
-"""Tokens that a running sequence samples before an overlapping environment is waited for."""
+from .in_flight import Flight, Sibling, described, siblings_of
+from .options import RolloutOptions, check_drafts
+from .turn_request import turn_request
 
 
 class RolloutRunner:
@@ -64,7 +59,7 @@ class RolloutRunner:
             raise ValueError(f"task {task.name}: max_turn_length must be at least 1 or None ({self._turn_length!r})")
         check_drafts(self.options.values(), engine.provides)
         self._flights: dict[tuple[str, int], Flight] = {}
-        self._awaited: list[Awaited] = []
+        self._answers = Answers()
         self._rules = ActiveRules(rules, engine, task)
 
     def set_rules(self, rules: Sequence[NamedRule]) -> None:
@@ -100,7 +95,7 @@ class RolloutRunner:
                 else:
                     shared = sibling.rollout.prompt_ids = shared or self._encode(job, None)
             except (Exception, SystemExit) as error:
-                sibling.fail(f"could not start: {_described(error)}")
+                sibling.fail(f"could not start: {described(error)}")
                 continue
             self._submit(flight, sibling)
         self._settle(flight)
@@ -119,29 +114,15 @@ class RolloutRunner:
         return ids
 
     def _submit(self, flight: Flight, sibling: Sibling) -> None:
-        visit, rollout, o = flight.visit, sibling.rollout, self.options[flight.job.purpose]
-        stream = STREAMS[flight.job.purpose]
-        key = noise_key(o.seed, stream, visit.prompt.ordinal, visit.epoch, rollout.sibling, len(rollout.turns))
-        context = sibling.context()
-        left = o.params.max_tokens - sibling.length
-        if o.context_length is not None:
-            left = min(left, o.context_length - len(context))
-        turn = left if self._turn_length is None else min(left, self._turn_length)
-        params = replace(o.params, max_tokens=turn, stop=self._stop(flight))
-        if rollout.greedy:
-            params = replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        report = o.report | (self._rules.needs if flight.job.purpose == "train" else frozenset())
-        request = Request(
-            id=(*flight.key, rollout.sibling),
-            prompt_ids=context,
-            params=params,
-            key=key,
-            report_at=() if rollout.greedy else tuple(sorted(flight.token_gates)),
+        o, train = self.options[flight.job.purpose], flight.job.purpose == "train"
+        request = turn_request(
+            flight,
+            sibling,
+            o,
+            stop=self._stop(flight),
+            turn_length=self._turn_length,
+            report=o.report | (self._rules.needs if train else frozenset()),
             keep=self._may_go_on(sibling),
-            confidence="confidence" in report,
-            raw_logp="raw_logp" in report,
-            last_hidden="last_hidden" in report,
-            draft=flight.draft(sibling)[:turn] if o.drafts else (),
         )
         try:
             self.engine.submit([request])
@@ -165,29 +146,47 @@ class RolloutRunner:
         self._scores(wait=False)
         return self._in_order()
 
-    def _scores(self, *, wait: bool) -> None:
-        for group in self.rewarder.done(wait):
+    def _scores(self, *, wait: bool, timeout_s: float | None = None) -> bool:
+        """Note the groups that have been scored; return whether there are any."""
+        scored = self.rewarder.done(wait, timeout_s)
+        for group in scored:
             self._flights[group.purpose, group.visit.number].scored = True
+        return bool(scored)
 
     def _in_order(self) -> list[Group]:
-        """Return the groups that are due, each purpose in launch order."""
+        """Return the groups that are due, each purpose in launch order.
+
+        Once answers are taken as they arrive it is one group a call, so that what is launched next depends on the
+        order of groups alone.
+        """
         groups: list[Group] = []
         blocked: set[str] = set()
         for key, flight in list(self._flights.items()):
             if flight.job.purpose in blocked:
                 continue
-            due = flight.ended + self._patience(flight)
+            due = flight.ended + self.options[flight.job.purpose].params.max_tokens // 16
             if flight.group is None or (self.engine.pending and self.engine.clock < due):
                 blocked.add(flight.job.purpose)
                 continue
-            while not flight.scored:
-                self._scores(wait=True)
+            if not self._wait_for_scores(flight):
+                blocked.add(flight.job.purpose)
+                continue
             groups.append(flight.group)
             del self._flights[key]
+            if not self._answers.in_order:
+                break
         return groups
 
-    def _patience(self, flight: Flight) -> int:
-        return self.options[flight.job.purpose].params.max_tokens // 16
+    def _wait_for_scores(self, flight: Flight) -> bool:
+        """Wait until a group is scored; return False where its rewards may wait for a rollout that still runs."""
+        while not flight.scored:
+            if not self._answers.pending:
+                self._scores(wait=True)
+            elif not self._answers.in_order:
+                return False
+            elif not self._scores(wait=True, timeout_s=PATIENCE_S):
+                self._answers.in_order = False
+        return True
 
     def _advance(self, finished: list[Finished]) -> None:
         """Add finished turns; end each rollout or step its environment."""
@@ -231,28 +230,44 @@ class RolloutRunner:
         return full or sibling.length >= o.params.max_tokens
 
     def _await(self, flight: Flight, sibling: Sibling, answer: Any, *, last: bool = False) -> None:
-        self._awaited.append(Awaited(flight, sibling, answer, self.engine.clock + OVERLAP, last))
+        independent = getattr(sibling.env, "independent", False)
+        awaited = Awaited(flight, sibling, answer, self.engine.clock + OVERLAP, independent, last)
+        self._answers.pending.append(awaited)
+
+    def _arrived(self) -> list[Awaited]:
+        """Return the answers to take now. Opens barriers of gates if nothing else can go on."""
+        if not self._answers.pending:
+            return []
+        if self.engine.pending:
+            return self._answers.take(self.engine.clock)
+        oldest = {flight.job.purpose: flight for flight in reversed(self._flights.values())}
+        wait = not any(flight.scored for flight in oldest.values())
+        arrived = self._answers.take_when_idle(self.rewarder.unfinished(), wait=wait)
+        if self._answers.stuck:
+            for flight in self._flights.values():
+                for sibling in self._rules.give_up(flight):
+                    sibling.leave_barrier()
+                    self._submit(flight, sibling)
+        return arrived
 
     def _take_answers(self) -> None:
-        """Take answers of overlapping environments: those due, or all when the engine is idle."""
-        idle = self.engine.pending == 0
-        due = [a for a in self._awaited if idle or a.due <= self.engine.clock]
-        self._awaited = [a for a in self._awaited if not (idle or a.due <= self.engine.clock)]
+        """Take answers of overlapping environments."""
+        due = self._arrived()
         for flight, sibling, answer, last in ((a.flight, a.sibling, a.answer, a.last) for a in due):
             try:
                 result = answer.result()
                 if sibling.running and last:
                     if result is not None:
-                        sibling.set_reward(result)  # type: ignore[arg-type]
+                        sibling.set_reward(result)
                     self._end_episode(flight, sibling, "length")
                 elif sibling.running and not sibling.rollout.turns:
-                    self._begin(flight.job, sibling, result)  # type: ignore[arg-type]
+                    self._begin(flight.job, sibling, result)
                     self._submit(flight, sibling)
                 elif sibling.running:
                     self._observed(flight, sibling, result)
             except Exception as error:
                 if sibling.running:
-                    sibling.fail(f"the environment failed: {_described(error)}")
+                    sibling.fail(f"the environment failed: {described(error)}")
         for flight in {a.flight.key: a.flight for a in due}.values():
             self._settle(flight)
 
@@ -269,7 +284,7 @@ class RolloutRunner:
                 return
             self._observed(flight, sibling, env.step(said))  # type: ignore[union-attr]
         except (Exception, SystemExit) as error:
-            sibling.fail(f"the environment raised {_described(error)}")
+            sibling.fail(f"the environment raised {described(error)}")
 
     def _observed(self, flight: Flight, sibling: Sibling, result: Any) -> None:
         """Add the environment's answer to the last turn. Raises TypeError or ValueError on a malformed one."""
@@ -355,7 +370,7 @@ class RolloutRunner:
             for sibling in running:
                 sibling.finish("cancelled")
         groups = [f.group or f.closed() for f in self._flights.values()]
-        self._flights, self._awaited = {}, []
+        self._flights, self._answers = {}, Answers()
         return groups
 
     def _settle(self, flight: Flight) -> None:
@@ -383,10 +398,3 @@ class RolloutRunner:
     def _cut(self, flight: Flight, cut: Decision) -> None:
         self._cancel([(flight, s) for s in flight.siblings if s.rollout.greedy and s.running])
         flight.cut(cut.verdict.reason)
-
-
-def _described(error: BaseException) -> str:
-    """Return the cause with file and line; messages of workers and prompt checks are already complete."""
-    if isinstance(error, WorkerError):
-        return error.detail
-    return str(error) if isinstance(error, PromptError) else describe_error(error)

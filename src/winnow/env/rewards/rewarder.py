@@ -190,17 +190,22 @@ class Rewarder:
         pending = [self._begin(f, arguments) for f in self._functions] if rollouts else []
         self._work.append(_Work(group, rollouts, pending))
 
-    def done(self, wait: bool = False) -> list[Group]:
+    def unfinished(self) -> list[Future[Any]]:
+        """Return the pending results of functions."""
+        return [future for work in self._work for future in work.unfinished()]
+
+    def done(self, wait: bool = False, timeout_s: float | None = None) -> list[Group]:
         """Return the groups scored since the last call, in the order they were started.
 
-        With `wait`, blocks until one is scored, unless nothing is being scored. Deadlines bound the wait.
+        With `wait`, blocks until one is scored, unless nothing is being scored. Deadlines bound the wait; `timeout_s`
+        ends it once no function has returned for that long.
         """
         while True:
             finished = [work for work in self._work if not work.unfinished()]
             if finished or not wait or not self._work:
                 break
-            owed = [future for work in self._work for future in work.unfinished()]
-            wait_for(owed, return_when=FIRST_COMPLETED)
+            if not wait_for(self.unfinished(), timeout_s, return_when=FIRST_COMPLETED).done:
+                break
         self._warn_of_signals()
         self._work = [work for work in self._work if work not in finished]
         for work in finished:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -20,6 +21,9 @@ MAX_ABANDONED = 16
 """Most abandoned calls; beyond that, further calls fail at once."""
 GRACE_S = 1.0
 """Seconds after its deadline that a coroutine may take to be cancelled before its loop is abandoned."""
+OVERLAP_S = 1.0
+"""Seconds after which a call that may wait for another one's effect no longer holds up those behind it; while one does,
+`POLL_S` for the next."""
 POLL_S = 0.05
 
 
@@ -81,13 +85,17 @@ class _Call(Owed):
 class Deadlines:
     """Runs plain callables sequentially in a thread, as most expect, and coroutine functions on an event loop.
 
-    While calls are pending, a separate thread ends those over time. The threads end with the object.
+    While calls are pending, a separate thread ends those over time. The threads end with the object. `overlapping`: a
+    call that takes over `OVERLAP_S` goes on in its thread while those behind it run in another: it may wait for
+    something that one of them gives back.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, overlapping: bool = False) -> None:
         if not 0 < timeout_s <= 1e6:
             raise ValueError(f"timeout_s must lie in (0, 1e6], not {timeout_s}")
         self.timeout_s = timeout_s
+        self._overlapping = overlapping
+        self._overtaken: list[_Lane] = []
         self._lock = threading.Lock()
         self._lane = _Lane()
         self._abandoned: list[_Lane] = []
@@ -125,7 +133,8 @@ class Deadlines:
             self._closed = True
             for call in self._owed:
                 call.fail(RuntimeError("not finished: its caller was closed"))
-            self._lane.retire()
+            for lane in (self._lane, *self._overtaken):
+                lane.retire()
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop = None
@@ -155,15 +164,14 @@ class Deadlines:
 
     def _expire(self) -> None:
         limit = time.monotonic() - self.timeout_s
-        current = self._lane.current
-        if current is not None and current.started is not None and current.started < limit:
-            reason = f"took over {self.timeout_s:g} s (its thread cannot be killed and was left behind)"
-            current.fail(TimeoutError(reason))
-            self._abandoned.append(self._lane)
-            waiting = self._lane.retire()
-            self._lane = _Lane()
-            for call in waiting:
-                self._lane.put(call)
+        for lane in (self._lane, *self._overtaken):
+            if lane.busy_since() < limit:
+                self._fail(lane)
+        self._overtaken = [lane for lane in self._overtaken if lane.current is not None]
+        patience = POLL_S if self._overtaken else OVERLAP_S
+        if self._overlapping and self._lane.busy_since() < time.monotonic() - patience:
+            self._overtaken.append(self._lane)
+            self._next_lane()
         blocked = False
         for call in self._owed:
             if call.on_loop and call.started is not None and call.started < limit - GRACE_S and not call.future.done():
@@ -172,6 +180,25 @@ class Deadlines:
         if blocked:  # the loop is blocked: later calls get a new one
             self._blocked_loops += 1
             self._loop = None
+
+    def _fail(self, lane: _Lane) -> None:
+        """Fail the call that a lane runs, and leave the lane."""
+        current = lane.current
+        if current is None:
+            return
+        current.fail(TimeoutError(f"took over {self.timeout_s:g} s (its thread cannot be killed and was left behind)"))
+        self._abandoned.append(lane)
+        if lane is self._lane:
+            self._next_lane()
+        else:
+            self._overtaken.remove(lane)
+
+    def _next_lane(self) -> None:
+        """Run the calls behind the current one in a thread of their own."""
+        waiting = self._lane.retire()
+        self._lane = _Lane()
+        for call in waiting:
+            self._lane.put(call)
 
 
 class _Lane:
@@ -190,6 +217,11 @@ class _Lane:
 
     def alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def busy_since(self) -> float:
+        """Return the time at which the current call began; infinity without one."""
+        current = self.current
+        return math.inf if current is None or current.started is None else current.started
 
     def retire(self) -> list[_Call]:
         """End the thread once its current call returns; return the calls not yet started."""

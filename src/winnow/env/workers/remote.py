@@ -27,19 +27,21 @@ class EnvLostError(RuntimeError):
 class EnvPool:
     """`size` processes, started on first use and restarted after a crash. Thread-safe.
 
-    `timeout_s` bounds one reset or step; a reset includes the import of the environment's factory.
+    `timeout_s` bounds one reset or step; a reset includes the import of the environment's factory. `independent`: no
+    environment waits for another one (see `OverlappingEnv`); false where they share locks, sessions or places.
     """
 
-    def __init__(self, size: int = 2, timeout_s: float = 60.0) -> None:
+    def __init__(self, size: int = 2, timeout_s: float = 60.0, *, independent: bool = True) -> None:
         if size < 1:
             raise ValueError(f"EnvPool: size must be at least 1, not {size}")
+        self.independent = independent
         self._homes = [_Home(WorkerPool(1, timeout_s)) for _ in range(size)]
         self._serial = itertools.count()
 
     def make(self, target: str, kwargs: Mapping[str, Any]) -> RemoteEnv:
         """Return an environment made in the least busy process by `target`, `module:function`, from JSON `kwargs`."""
         home = min(self._homes, key=lambda h: len(h.living))
-        return RemoteEnv(home, next(self._serial), target, dict(kwargs))
+        return RemoteEnv(home, next(self._serial), target, dict(kwargs), independent=self.independent)
 
     def close(self) -> None:
         """Kill all processes. Safe to call twice; without it, they end with the program."""
@@ -60,7 +62,10 @@ class _Home:
 class RemoteEnv:
     """Implements `OverlappingEnv`. `close` frees its memory in the process."""
 
-    def __init__(self, home: _Home, serial: int, target: str, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, home: _Home, serial: int, target: str, kwargs: dict[str, Any], *, independent: bool = True
+    ) -> None:
+        self.independent = independent
         self._home, self._serial = home, serial
         self._target, self._kwargs = target, kwargs
 

@@ -18,10 +18,11 @@ from ...env.base import StepResult
 from ...env.prompting import NextMessages
 from ...env.tools import Parser
 from ...env.workers.calls import Deadlines, Owed
-from ...env.workers.functions import describe_error, function_name, resolved
+from ...env.workers.functions import describe_error, function_name
 from ...types import Message
 from .endpoint import Answer, Endpoint, OverError
-from .messages import added_to, answer_of
+from .event_loop import AgentLoop
+from .messages import added_to, answer_of, request_key
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,11 @@ class AgentEnv:
     history, else it begins a new one: a segment of the rollout.
     """
 
-    def __init__(self, agent: partial[Any], parse: Parser, endpoint: Endpoint, deadlines: Deadlines) -> None:
+    def __init__(
+        self, agent: partial[Any], parse: Parser, endpoint: Endpoint, deadlines: Deadlines, loop: AgentLoop
+    ) -> None:
         self._agent, self._label, self._parse = agent, f"agent {function_name(agent.func)}", parse
+        self._loop = loop
         self._endpoint, self._deadlines = endpoint, deadlines
         self._address = endpoint.open(self.ask)
         self._lock = threading.Lock()
@@ -116,7 +120,7 @@ class AgentEnv:
     def _returned(self) -> Returned:
         try:
             value = self._agent(base_url=self._address)
-            return Returned(asyncio.run(resolved(value)) if inspect.isawaitable(value) else value)
+            return Returned(self._loop.run(value) if inspect.isawaitable(value) else value)
         except BaseException as error:
             raise RuntimeError(f"{self._label} raised {describe_error(error)}") from None
 
@@ -139,7 +143,9 @@ class AgentEnv:
             self._segments.pop()
             continues = -1
         self._segments.append(request)
-        return NextMessages(added, request.tools, continues, request.messages, request.agent)
+        again = sum(map(request.same_as, self._requests[: self._requests.index(request)]))
+        key = request_key(request.messages, request.tools, request.agent, again)
+        return NextMessages(added, request.tools, continues, request.messages, request.agent, key)
 
     # ------------------------------------------------------------ the policy's side
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -101,6 +102,12 @@ def added_to(known: Sequence[Message], messages: Sequence[Message]) -> tuple[Mes
         if _essence(before) != _essence(now):
             return None
     return tuple(messages[len(known) :])
+
+
+def request_key(messages: Sequence[Message], tools: Sequence[Any], agent: str, again: int) -> int:
+    """Return 64 bits that identify a request in its rollout; `again`: number of equal ones before it."""
+    content = json.dumps([[_essence(m) for m in messages], list(tools), agent, again], sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest())
 
 
 def _essence(message: Message) -> tuple[Any, ...]:

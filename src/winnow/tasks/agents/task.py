@@ -32,6 +32,7 @@ from ...env.workers.functions import function_name, load_function, parameters_of
 from ...types import Prompt
 from .conversation import AgentEnv
 from .endpoint import MODEL, Endpoint
+from .event_loop import AgentLoop
 
 Agent = Callable[..., Any]
 GIVEN = ("base_url", "api_key", "model", "prompt")
@@ -104,6 +105,7 @@ class AgentTask:
         self.max_turns, self.max_turn_length = max_turns, max_turn_length
         self._task, self._agent, self._parse, self._deadlines = task, agent, parse, Deadlines(timeout_s)
         self._endpoint: Endpoint | None = None
+        self._loop = AgentLoop(f"agent {function_name(agent)}")
 
     def make_env(self, prompt: Prompt) -> OverlappingEnv:
         if self._endpoint is None:
@@ -113,7 +115,7 @@ class AgentTask:
         values = {"prompt": asked, **prompt.columns, "api_key": "unused", "model": MODEL}
         if "**" not in self._wanted:
             values = {name: value for name, value in values.items() if name in self._wanted}
-        return AgentEnv(partial(self._agent, **values), self._parse, self._endpoint, self._deadlines)
+        return AgentEnv(partial(self._agent, **values), self._parse, self._endpoint, self._deadlines, self._loop)
 
     def fingerprint(self) -> str:
         own = [function_name(self._agent), self.max_turns, self.max_turn_length]

@@ -1,0 +1,49 @@
+"""The engine's request for the next turn of a rollout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..base.noise import noise_key
+from ..engine.base import Request
+from .in_flight import Flight, Sibling
+from .options import STREAMS, RolloutOptions
+
+
+def turn_request(
+    flight: Flight,
+    sibling: Sibling,
+    options: RolloutOptions,
+    *,
+    stop: tuple[str, ...],
+    turn_length: int | None,
+    report: frozenset[str],
+    keep: bool,
+) -> Request:
+    """Return the request, within the limits of turn, rollout and context.
+
+    Its noise is keyed by the rollout and the number of the turn, or by what an agent asks, whenever that arrives.
+    """
+    visit, rollout, purpose = flight.visit, sibling.rollout, flight.job.purpose
+    turn = len(rollout.turns) if sibling.request_key is None else sibling.request_key
+    key = noise_key(options.seed, STREAMS[purpose], visit.prompt.ordinal, visit.epoch, rollout.sibling, turn)
+    context = sibling.context()
+    left = options.params.max_tokens - sibling.length
+    if options.context_length is not None:
+        left = min(left, options.context_length - len(context))
+    length = left if turn_length is None else min(left, turn_length)
+    params = replace(options.params, max_tokens=length, stop=stop)
+    if rollout.greedy:
+        params = replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    return Request(
+        id=(*flight.key, rollout.sibling),
+        prompt_ids=context,
+        params=params,
+        key=key,
+        report_at=() if rollout.greedy else tuple(sorted(flight.token_gates)),
+        keep=keep,
+        confidence="confidence" in report,
+        raw_logp="raw_logp" in report,
+        last_hidden="last_hidden" in report,
+        draft=flight.draft(sibling)[:length] if options.drafts else (),
+    )

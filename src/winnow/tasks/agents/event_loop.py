@@ -1,0 +1,65 @@
+"""One event loop for the async agents of a task, so that they can share a client, a semaphore or a connection pool."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+import weakref
+from collections.abc import Awaitable
+from typing import Any
+
+from ...env.workers.functions import resolved
+
+BLOCKED_S = 1.0
+"""Seconds without a free event loop after which an agent gets a loop of its own."""
+
+
+class AgentLoop:
+    """Runs coroutines of agents, each awaited by the agent's own thread.
+
+    An agent that blocks the loop, e.g. with a synchronous client, would run alone. Agents that cannot start within
+    `BLOCKED_S` therefore get a loop each, with a warning; what they share must then not belong to a loop.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._blocked = False
+
+    def run(self, value: Awaitable[Any]) -> Any:
+        """Return the result of an awaitable. Raises its error."""
+        if self._blocked:
+            return asyncio.run(resolved(value))
+        claim, started = threading.Lock(), threading.Event()
+
+        async def begun() -> Any:
+            if claim.acquire(blocking=False):
+                started.set()
+                return await value
+            return None
+
+        future = asyncio.run_coroutine_threadsafe(begun(), self._running())
+        if not started.wait(BLOCKED_S) and claim.acquire(blocking=False):
+            self._give_up()
+            return asyncio.run(resolved(value))
+        return future.result()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = loop = asyncio.new_event_loop()
+                threading.Thread(target=loop.run_forever, name="winnow-agents", daemon=True).start()
+                weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
+            return self._loop
+
+    def _give_up(self) -> None:
+        with self._lock:
+            first, self._blocked = not self._blocked, True
+        if first:
+            warnings.warn(
+                f"{self._label} is async but blocks its event loop (a synchronous client, time.sleep?), so each of its "
+                "rollouts gets a loop of its own from now on; use an async client (AsyncOpenAI), or a plain function",
+                stacklevel=2,
+            )
