@@ -180,7 +180,7 @@ def _weigh(s: Setting, by_group: Sequence[Sequence[Term]], pruned: Sequence[int]
     for some, absent in means:
         count = len(some) + absent
         times = [1 / t.rollout.survival_p if s.unbiased else 1.0 for t in some]
-        tokens = sum(t.tokens * n for t, n in zip(some, times, strict=True))
+        tokens = sum(t.tokens for t in some) * count / max(len(some), 1)
         for term, n in zip(some, times, strict=True):
             of = {
                 "dapo": max(tokens, 1),

@@ -36,6 +36,31 @@ def test_the_chance_of_a_mixed_group_is_that_of_all_sequences_of_draws() -> None
         assert mixed_probability(np.array([a]), np.array([b]), size) == pytest.approx([mixed], rel=1e-12)
 
 
+def test_mirrored_posteriors_have_the_same_chance() -> None:
+    """Beta(a, b) and Beta(b, a) are a tie; a last digit would rank them."""
+    a_N, b_N = np.random.default_rng(0).uniform(0.05, 20, (2, 2000))
+    for size in (2, 3, 4, 8, 16):
+        assert (mixed_probability(a_N, b_N, size) == mixed_probability(b_N, a_N, size)).all()
+
+
+def test_the_auroc_counts_mirrored_posteriors_as_ties() -> None:
+    """One of each pair turns out mixed: half of every pair counts."""
+    chosen = Thompson().build(PROMPTS, 0, BY_REWARDS)
+    mirrored = [(right, right + 7) for right in range(1, 4)]
+    for few, many in mirrored:
+        chosen.observe(make_group(few, [1.0] * few + [0.0] * (7 - few)))
+        chosen.observe(make_group(many, [0.0] * few + [1.0] * (7 - few)))
+    for pair in mirrored:
+        chosen.end_step()
+        for swapped in (False, True):
+            for prompt, rewards in zip(reversed(pair) if swapped else pair, ([1.0, 0.0], [1.0, 1.0]), strict=True):
+                before = chosen.right_N[prompt], chosen.wrong_N[prompt]
+                chosen.observe(make_group(prompt, rewards))
+                chosen.right_N[prompt], chosen.wrong_N[prompt] = before
+            assert chosen.metrics()["thompson/auroc"] == 0.5
+            chosen.end_step()
+
+
 def test_who_is_always_or_never_solved_is_rolled_out_rarely_and_who_is_new_always() -> None:
     chosen = selector()
     assert (chosen.keep_probability(np.arange(2000)) == 1).all()

@@ -5,6 +5,7 @@ The paper's own numbers are checked when WINNOW_GATE_FEATURES names the released
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -139,6 +140,14 @@ def test_rows_of_a_group_can_be_read_back(tmp_path: Path) -> None:
     assert recorded[2].columns["steps_k"].tolist() == [4, 4, 4]
     with pytest.raises(ValueError, match="visit 7: fewer than two members have a reward"):
         rows_of(make_group(7, [1.0, None]), [2])
+
+
+def test_equal_variances_are_ties() -> None:
+    """In any order of the siblings, and for as many right as wrong ones: a last digit would rank them."""
+    for right in range(1, 7):
+        orders = [[float(i in places) for i in range(7)] for places in itertools.combinations(range(7), right)]
+        found = {rows_of(make_group(0, rewards), [1])[0]["reward_var"] for rewards in orders}
+        assert found == {right * (7 - right) / 49}
 
 
 @pytest.mark.parametrize("fate", [Fate.PRUNED, Fate.FAILED])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,20 @@ from winnow.config import ConfigError
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.group_kind import GroupJudge
-from winnow.methods.size.sequential import Sequential
+from winnow.methods.size.sequential import Sequential, SequentialSize
 from winnow.rollout.in_flight import reward_truncated
 from winnow.run.build_methods import build_collector, step_options
 from winnow.types import Group, GroupKind, Job, Prompt, Visit
 
 from .. import parity
+from ..builders.groups import make_group
 from ..builders.runs import assert_clean, fingerprint
 from .fake_run import FakeRun, finished
 
 REWARD = f"{parity.__file__}:parity_reward"
 SEQUENTIAL = {"group_size": {"name": "sequential", "probe": 2}, "filter": "zero_variance", "num_generations": 4}
 UNBIASED = {"name": "sequential", "probe": 2, "unbiased": True}
+SHRINKING = {"name": "zero_variance", "refill": False}
 
 
 def by_parity(visit: Visit, size: int) -> list[float | None]:
@@ -207,8 +210,12 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
             "group_size: unbiased weighs the rewards' gradient alone",
         ),
         (
-            {"group_size": UNBIASED, "group_weighting": "equal", "loss_type": "dapo"},
-            "group_size: unbiased has no effect where loss_type: dapo",
+            {"group_size": UNBIASED, "filter": "keep_all"},
+            "group_size: unbiased needs groups of one size .* group_weighting: equal, or a filter that refills",
+        ),
+        (
+            {"group_size": UNBIASED, "filter": SHRINKING, "loss_type": "grpo", "group_weighting": "size"},
+            "group_size: unbiased needs groups of one size",
         ),
         ({"gates": [{"name": "random", "k": 1}]}, "group_size: gates compare the siblings of a group"),
         ({"advantage": "remax", "filter": "keep_all"}, "group_size: advantage: remax needs a greedy rollout a group"),
@@ -279,6 +286,47 @@ def test_unbiased_weights_undo_the_stop(advantage: str, reward_of: list[float | 
             unweighted += part
     torch.testing.assert_close(weighted, whole, rtol=1e-12, atol=1e-14)
     assert (unweighted - whole).abs().max() > 0.01
+
+
+def outcomes(rate: float, rule: SequentialSize | None) -> list[tuple[float, Group]]:
+    """Return every group of a prompt with its probability; without `rule`, groups are whole."""
+    found = []
+    for rewards in itertools.product([1.0, 0.0], repeat=4):
+        chance = float(np.prod([rate if reward else 1 - rate for reward in rewards]))
+        group = make_group(0, list(rewards))
+        if rule is not None and not rule.more(*judged(list(rewards[:2]))):
+            group = make_group(0, list(rewards[:2]))
+        elif rule is not None:
+            rule.learn(group)
+        found.append((chance, group))
+    return found
+
+
+def weights_of_prompts(rates: Sequence[float], rule: SequentialSize | None, refill: bool, **options: Any) -> list[float]:
+    """Return the expected gradient of each prompt in batches of two groups of random prompts, in units of grad p."""
+    of_prompts = [outcomes(rate, rule) for rate in rates]
+    if refill:
+        of_prompts = [[(p, g) for p, g in found if 0 < np.mean(g.rewards()) < 1] for found in of_prompts]
+    weights = [0.0] * len(rates)
+    for number, rate in enumerate(rates):
+        for (p, own), (q, other) in itertools.product(of_prompts[number], itertools.chain(*of_prompts)):
+            rows = rows_of([own, other], ADVANTAGES["rloo"](), max_completion_length=4, unbiased=True, **options)
+            for row in rows[: len(own.rollouts)]:
+                score = 1 / rate if row.rollout.reward else -1 / (1 - rate)
+                weights[number] += p * q * row.weight * row.advantage * score
+    return weights
+
+
+@pytest.mark.parametrize(("refill", "equal_groups"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "sequence_sum"])
+def test_unbiased_weights_keep_the_weights_between_prompts(loss_type: str, refill: bool, equal_groups: bool) -> None:
+    """Enumerated over all batches of a rare and an even prompt: a group does not enlarge its own denominator."""
+    rule = Sequential(2, unbiased=True).build(4)
+    rule.begin([], GroupJudge(advantage=ADVANTAGES["rloo"]()))
+    options = {"loss_type": loss_type, "equal_groups": equal_groups}
+    rare, even = weights_of_prompts([0.02, 0.5], rule, refill, **options)
+    rare_whole, even_whole = weights_of_prompts([0.02, 0.5], None, refill, **options)
+    assert (rare / even) / (rare_whole / even_whole) == pytest.approx(1, rel=1e-12)
 
 
 def test_unbiased_weights_reach_the_update(tmp_path: Path) -> None:

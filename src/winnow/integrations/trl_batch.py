@@ -63,9 +63,10 @@ def batch_of(
     weighted = np.concatenate([advantages_N * times_N, np.zeros(total - n)])
     merged["advantages"] = torch.tensor(weighted, dtype=torch.float32, device=device)
     tokens_B = (merged["completion_mask"] * merged.get("tool_mask", 1)).sum(1)
-    if loss_type in TOKEN_MEANS and (times_N != 1).any():
-        tokens_B = tokens_B * torch.tensor(np.concatenate([times_N, np.zeros(total - n)]), device=device)
-    return merged | {"num_items_in_batch": tokens_B.sum()}
+    tokens = tokens_B.sum()
+    if count > n > 0:  # absent rows have the mean length of the others
+        tokens = tokens * (count / n)
+    return merged | {"num_items_in_batch": tokens}
 
 
 def widened(batch: Tensors, multiple_of: int, pad_token: int) -> Tensors:

@@ -64,9 +64,9 @@ def rows_of(
 
     Members without a reward (failed, pruned) and greedy members are omitted. `unbiased`: each row counts as 1 / (its
     survival probability) rollouts, and the mean includes pruned members (Horvitz and Thompson). The expected loss then
-    equals that without pruning, except for the effect of pruning on advantage baselines and, under `dapo`, the
-    estimated number of tokens. `equal_groups`: average within each group, then over groups. Raises FloatingPointError
-    on a non-finite advantage.
+    equals that without pruning, except for the effect of pruning on advantage baselines and, under `dapo`, on the mean
+    length. `equal_groups`: average within each group, then over groups. Raises FloatingPointError on a non-finite
+    advantage.
     """
     members: list[list[tuple[Rollout, float]]] = []
     pools: list[tuple[float, Pool | None]] = []
@@ -128,10 +128,15 @@ def token_weights(
 
     float64 [N] -> [N]. dapo 1/sum(len); grpo 1/(N len); dr_grpo 1/(N max_completion_length); sequence_sum 1/N. A row
     may represent `times_N` rollouts, out of `count` (default N). `groups`: number of group means to average over.
+
+    No denominator contains `times_N`: a row that counts more would increase it and so weigh less than it should. Under
+    dapo the absent rollouts have the mean length of the others.
     """
-    n, times_N = max(len(lengths_N) if count is None else count, 1) * groups, np.ones(len(lengths_N)) * times_N
+    rows = max(len(lengths_N), 1)
+    count = rows if count is None else max(count, 1)
+    n, times_N = count * groups, np.ones(len(lengths_N)) * times_N
     if loss_type == "dapo":
-        return times_N / (max((lengths_N * times_N).sum(), 1) * groups)
+        return times_N / (max(lengths_N.sum() * (count / rows), 1) * groups)
     if loss_type == "grpo":
         return times_N / (n * np.maximum(lengths_N, 1))
     if loss_type == "dr_grpo":

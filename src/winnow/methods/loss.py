@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from ..config import GroupWeighting, LossType
+from ..config import GroupWeighting, LossType, weighs_equally
 from .correct import Correction
 from .correct.none import NoCorrection
 from .segments import sum_at_rows
@@ -53,7 +53,7 @@ class LossConfig:
 
     @property
     def equal_groups(self) -> bool:
-        return (self.group_weighting or ("size" if self.loss_type == "dapo" else "equal")) == "equal"
+        return weighs_equally(self.loss_type, self.group_weighting)
 
     @property
     def ratio_to_learner(self) -> bool:

@@ -24,7 +24,8 @@ def mixed_probability(a: np.ndarray, b: np.ndarray, size: int) -> np.ndarray:
     """
     k = np.arange(size)
     total = np.add.outer(k, a + b)
-    mixed: np.ndarray = 1.0 - (np.add.outer(k, a) / total).prod(0) - (np.add.outer(k, b) / total).prod(0)
+    all_right, all_wrong = ((np.add.outer(k, each) / total).prod(0) for each in (a, b))
+    mixed: np.ndarray = 1.0 - (all_right + all_wrong)  # a sum first, so that Beta(a, b) and Beta(b, a) are a tie
     return mixed
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import pvariance
 from typing import Any
-
-import numpy as np
 
 from ...types import Fate, Group, GroupKind, Rollout, Turn
 from ..group_kind import BY_REWARDS, GroupJudge
@@ -30,12 +29,12 @@ def rows_of(group: Group, steps: Sequence[int], judge: GroupJudge = BY_REWARDS) 
     chances = {r.survival_p for r in members}
     if len(chances) > 1:
         raise ValueError(f"{visit}: its members had unlike chances to come to their end")
-    rewards_G = np.array([r.reward for r in ended], np.float64)
+    rewards = [float(r.reward) for r in ended if r.reward is not None]
     taken = [len(_steps(r)) for r in ended]
     shared = {
         "task_id": f"{group.prompt.id}/{group.visit.epoch}",
         "task_type": str(group.prompt.columns.get("task_type", "")),
-        "reward_var": float(rewards_G.var()) if judge.kind(group) is GroupKind.SIGNAL else 0.0,
+        "reward_var": pvariance(rewards) if judge.kind(group) is GroupKind.SIGNAL else 0.0,  # exact: ranked with ties
         "steps": sum(taken),
         "weight": 1 / chances.pop(),
     }

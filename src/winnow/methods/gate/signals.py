@@ -50,7 +50,9 @@ def action_bigram_jaccard(actions: Strings, observations: Strings, k: int) -> fl
     _check(actions, observations, k)
     bigrams = [set(pairwise(_padded(t, k))) for t in actions]
     bits = {b: 1 << i for i, b in enumerate(set().union(*bigrams))}  # sets as integers: fast to compare
-    return _mean_of_pairs(Counter(sum(bits[b] for b in own) for own in bigrams), _jaccard_distance)
+    counts = Counter(sum(bits[b] for b in own) for own in bigrams)
+    unit = math.lcm(*((a | b).bit_count() for a, b in combinations(counts, 2)))
+    return _mean_of_pairs(counts, lambda a, b: (a ^ b).bit_count() * (unit // (a | b).bit_count()), unit)
 
 
 def unique_prefix_ratio(actions: Strings, observations: Strings, k: int) -> float:
@@ -133,13 +135,11 @@ def _distinct(things: Iterable[Hashable]) -> float:
     return len(set(every)) / len(every)
 
 
-def _jaccard_distance(a: int, b: int) -> float:
-    """Return the Jaccard distance of two different sets of bits."""
-    return 1 - (a & b).bit_count() / (a | b).bit_count()
+def _mean_of_pairs(counts: Counter[T], distance: Callable[[T, T], int], unit: int) -> float:
+    """Return the mean over all pairs of `distance` / `unit` (0 for equal things; `counts` of each); 0 without pairs.
 
-
-def _mean_of_pairs(counts: Counter[T], distance: Callable[[T, T], float], unit: int = 1) -> float:
-    """Return the mean over all pairs of `distance` / `unit` (0 for equal things; `counts` of each); 0 without pairs."""
+    Rounded once, so that groups with equal means are ties in every rank.
+    """
     n = counts.total()
     pairs = combinations(counts.items(), 2)
-    return math.fsum(m * w * distance(a, b) for (a, m), (b, w) in pairs) / max(n * (n - 1) // 2 * unit, 1)
+    return sum(m * w * distance(a, b) for (a, m), (b, w) in pairs) / max(n * (n - 1) // 2 * unit, 1)

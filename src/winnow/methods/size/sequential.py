@@ -22,6 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from ...base.errors import ConfigError
 from ...base.options import CHECKED
+from ...config import weighs_equally
 from ...types import Group, GroupKind, Prompt
 from ..base import RunFacts
 from ..group_kind import GroupJudge, are_equal
@@ -54,8 +55,12 @@ class Sequential:
         c = run.config
         if self.unbiased and (c.beta or c.entropy_coef):
             yield "unbiased weighs the rewards' gradient alone; remove it, or beta and entropy_coef"
-        if self.unbiased and c.loss_type == "dapo" and c.group_weighting == "equal":
-            yield "unbiased has no effect where loss_type: dapo averages each group by its tokens; choose another"
+        by_size = not weighs_equally(c.loss_type, c.group_weighting)
+        if self.unbiased and by_size and not any(each.refill for each in run.filters):
+            yield (
+                "unbiased needs groups of one size in the loss's mean, but stopped ones are smaller or missing; set "
+                "group_weighting: equal, or a filter that refills, e.g. filter: zero_variance"
+            )
 
     def build(self, num_generations: int) -> SequentialSize:
         """Build the rule. Raises ValueError unless probe < num_generations, and probe < hard_size."""
