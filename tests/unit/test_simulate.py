@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from winnow.record.account import Counts
 from winnow.record.ledger import Ledger
 from winnow.record.proof import FATES
 from winnow.run.build import build_task
-from winnow.study.simulate import Policy, Rewards, growth_to, policy_of, simulate
+from winnow.study.simulate import Policy, Rewards, _beta, growth_to, policy_of, simulate
 from winnow.types import Group, Job, Prompt, Visit
 
 ENV = {"name": "countdown", "train_size": 120, "test_size": 8}
@@ -108,6 +109,33 @@ def test_few_rollouts_of_a_prompt_say_little_about_it() -> None:
         rates = policy_of(prompts, profile, 0).rates()
         assert rates.mean() == pytest.approx(true.mean(), abs=0.02)
         assert rates.std() == pytest.approx(true.std(), abs=0.04)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_the_spread_of_true_rates_is_found_at_any_number_of_rollouts(n: int) -> None:
+    """Every outcome at its exact frequency: Beta(0.225, 0.525) is worth 0.75 rollouts, whatever n is."""
+    a, b = 0.225, 0.525
+    frequency = [math.comb(n, k) * math.exp(log_beta(a + k, b + n - k) - log_beta(a, b)) for k in range(n + 1)]
+    rates = np.repeat(np.arange(n + 1) / n, np.round(1e6 * np.array(frequency)).astype(int))
+    assert _beta(rates.tolist(), [n] * len(rates)) == pytest.approx((a, b), rel=1e-3)
+
+
+def test_numbers_of_rollouts_may_differ_between_prompts() -> None:
+    prompts = [Prompt(f"p{i}", i, text="") for i in range(20_000)]
+    rng = np.random.default_rng(0)
+    true, counts = rng.beta(0.225, 0.525, 20_000), rng.choice([1, 2, 16], 20_000)
+    profile = {
+        p.id: PassRate(p.id, int(n), int(rng.binomial(n, r)), 0.0) for p, n, r in zip(prompts, counts, true, strict=True)
+    }
+    rates = policy_of(prompts, profile, 0).rates()
+    assert rates.var() == pytest.approx(true.var(), rel=0.03)
+    single = {p.id: PassRate(p.id, 1, int(rng.random() < 0.3), 0.0) for p in prompts[:100]}
+    with pytest.raises(ConfigError, match="rates: one rollout of each prompt"):
+        policy_of(prompts, single, 0)
+
+
+def log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
 def test_the_account_is_that_of_a_ledger(profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ class Policy:
 def policy_of(prompts: Sequence[Prompt], profile: Mapping[str, PassRate], seed: int) -> Policy:
     """Return a policy whose rates are draws from the posteriors of a profile.
 
-    Prompts that the profile lacks get draws for random ones of it. Raises ConfigError when it has none of them.
+    Prompts that the profile lacks get draws for random ones of it. Raises ConfigError when it has none of them, or a
+    single rollout of each.
     """
     known = [profile[prompt.id] for prompt in prompts if prompt.id in profile]
     if not known:
@@ -67,10 +68,16 @@ def policy_of(prompts: Sequence[Prompt], profile: Mapping[str, PassRate], seed: 
 
 
 def _beta(rates: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
-    """Return a and b of the Beta distribution with the mean and spread of the rates, less the noise of sampling."""
+    """Return a and b of the Beta distribution of the true rates, by moments.
+
+    The rate of n rollouts has the variance V + (m (1 - m) - V) / n, for true rates of mean m and variance V. Raises
+    ConfigError where every prompt has a single rollout, which leaves V unknown.
+    """
     mean = float(np.clip(np.mean(rates), 0.01, 0.99))
-    noise = mean * (1 - mean) * float(np.mean(1 / np.array(counts)))
-    spread = max(float(np.var(rates)) - noise, 1e-3 * mean * (1 - mean))
+    noise = float(np.mean(1 / np.array(counts)))
+    if noise == 1:
+        raise ConfigError("rates: one rollout of each prompt cannot tell how their rates differ; profile with -n 2 or more")
+    spread = max((float(np.var(rates)) - mean * (1 - mean) * noise) / (1 - noise), 1e-3 * mean * (1 - mean))
     strength = max(mean * (1 - mean) / spread - 1, 0.02)
     return mean * strength, (1 - mean) * strength
 
