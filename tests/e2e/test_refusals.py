@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from winnow import ConfigError, Trainer
+from winnow import ConfigError, RunConfig, Trainer
+from winnow.config import as_saved
 from winnow.record.records import RunDirectoryError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.checkpoint import CheckpointError
+from winnow.run.preflight import refuse_changes
 from winnow.run.standalone import evaluate_model
 
 from ..builders.runs import assert_clean, fingerprint, resume, train
@@ -220,6 +222,46 @@ class TestOneRunOneDirectory:
     def test_more_steps_may_leave_a_warm_up_as_it_was(self, tiny_config: dict[str, Any]) -> None:
         train(tiny_config | {"max_steps": 2, "warmup_steps": 0.1})
         resume(Path(tiny_config["output_dir"]), {"max_steps": 3})
+
+    @pytest.mark.parametrize(
+        "schedule",
+        [
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1},
+            {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 1},
+            {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 5}},
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_stable_steps": 1, "num_decay_steps": 1, "min_lr_ratio": 0.1},
+            },
+        ],
+        ids=lambda schedule: "-".join(map(str, schedule.values())),
+    )
+    def test_more_steps_of_a_schedule_without_an_end(self, tiny_config: dict[str, Any], schedule: dict[str, Any]) -> None:
+        """The resumed run is, rate for rate, the run that had them from the start."""
+        run = Path(tiny_config["output_dir"])
+        train(tiny_config | schedule | {"max_steps": 2})
+        resume(run, {"max_steps": 4})
+        train(tiny_config | schedule | {"max_steps": 4, "output_dir": f"{run}-whole"})
+        assert fingerprint(run) == fingerprint(Path(f"{run}-whole"))
+
+    @pytest.mark.parametrize(
+        "schedule",
+        [
+            {"lr_scheduler_type": "cosine"},
+            {"lr_scheduler_type": "polynomial"},
+            {"lr_scheduler_type": "warmup_stable_decay", "lr_decay_steps": 1},
+            {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 0.5},
+        ],
+        ids=lambda schedule: schedule["lr_scheduler_type"],
+    )
+    def test_more_steps_of_a_schedule_with_an_end_are_refused(
+        self, tiny_config: dict[str, Any], schedule: dict[str, Any]
+    ) -> None:
+        run = Path(tiny_config["output_dir"])
+        begun = RunConfig(**tiny_config | schedule | {"max_steps": 2})
+        longer = begun.model_copy(update={"max_steps": 8})
+        with pytest.raises(ConfigError, match="max_steps: was 2, is 8 .learning rates depend on it"):
+            refuse_changes(run, as_saved(begun), longer)
 
     def test_a_resumed_run_has_no_stale_model(self, tiny_config: dict[str, Any]) -> None:
         train(tiny_config | {"max_steps": 1})

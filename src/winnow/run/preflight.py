@@ -30,11 +30,13 @@ from ..env.prompting import encode_observation, encode_prompt
 from ..env.rewards.rewarder import Rewarder
 from ..learner import LEARNERS, Learner
 from ..learner.agreement import Agreement, require_agreement
+from ..learner.step import scheduled_lr
 from ..record.records import CONFIG, LEDGER, START, RunDirectoryError, read_config
 from ..rollout.evaluate import RollOut
 from ..sampler import sampler_options
 from ..types import Job, Prompt, Visit
 from .build import sampling_params
+from .build_methods import step_options
 from .prompt_example import warn_of_plain_text
 
 PROBED, PROBES_EACH = 4, 2
@@ -85,15 +87,22 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
         free -= {"learner"}
     if _without_memory_options(before["engine"]) != _without_memory_options(now["engine"]):
         free -= {"engine"}
-    if config.lr_scheduler_type != "constant" or begun.warmup != config.warmup:
+    if not _same_rates(begun, config):
         free -= {"max_steps"}
     changed = [k for k in now if before.get(k) != now[k] and k not in free]
     if changed:
         shown = "; ".join(f"{k}: was {before.get(k)!r}, is {now[k]!r}" for k in changed)
         if "max_steps" in changed:
-            own = "lr_scheduler_type" if config.lr_scheduler_type != "constant" else "warmup_steps, a share of it"
+            own = "lr_scheduler_type" if begun.warmup == config.warmup else "warmup_steps, a share of it"
             shown += f" (learning rates depend on it, by {own}; start a new run)"
         raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
+
+
+def _same_rates(begun: RunConfig, now: RunConfig) -> bool:
+    """Whether the learning rates of the steps that both configurations have are the same, and the one after them."""
+    before, after = step_options(begun), step_options(now)
+    steps = range(min(begun.max_steps, now.max_steps) + 1)
+    return begun.max_steps == now.max_steps or all(scheduled_lr(n, before) == scheduled_lr(n, after) for n in steps)
 
 
 def refuse_used_directory(run_dir: Path, go_on: str | None = None) -> None:
