@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ..base.redact import redact
 from ..base.sanitize import visible
+from .errors import EXPECTED
 
 out, err = Console(markup=False), Console(stderr=True, markup=False)  # paths and data are not markup
 
@@ -42,8 +43,6 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Co
                 err.print(str(interrupt) or "interrupted", style="yellow", highlight=False)
                 raise typer.Exit(130) from None
             except Exception as error:
-                from .errors import EXPECTED  # here: it imports the learners, which takes seconds
-
                 if not isinstance(error, EXPECTED):
                     raise
                 err.print(f"error: {visible(redact(str(error)))}", style="red", highlight=False, soft_wrap=True)

@@ -21,9 +21,10 @@ def evaluate(model: Model, overrides: Overrides = None, config: Config = None, a
     Settings of a run are its own unless overridden: env=countdown eval_prompts=256 eval_generations=16
     eval_temperature=0.6 eval_top_p=0.95.
     """
-    from ..run.standalone import evaluate_model
+    values = _settings(overrides, config)
+    from ..run.standalone import evaluate_model  # takes seconds
 
-    show(evaluate_model(model, _settings(overrides, config)), as_json)
+    show(evaluate_model(model, values), as_json)
 
 
 @command(app)
@@ -40,9 +41,9 @@ def vote(
 
     Settings as for `eval`; 32 candidates a prompt unless eval_generations says otherwise.
     """
-    from ..study.vote import render, vote_model
-
     values = _settings(overrides, config, eval_generations=32)
+    from ..study.vote import render, vote_model  # takes seconds
+
     show(vote_model(model, values, [w.strip() for w in weights.split(",")]), as_json, render)
 
 

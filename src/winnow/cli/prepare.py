@@ -25,12 +25,12 @@ def warm_start(
     Overrides are options of the warm start (max_steps=300) and of the task (env=countdown env.count=4). Solutions are
     the task's own, or a column of your data (env=dataset env.path=rows.jsonl completion_column=solution).
     """
+    values = settings(overrides, env="countdown")
     from ..config import build_options
     from ..run.build import build_task
     from ..study.warm_start import WarmStartConfig
-    from ..study.warm_start import warm_start as run
+    from ..study.warm_start import warm_start as run  # takes seconds
 
-    values = settings(overrides, env="countdown")
     task = build_task(values.pop("env"))
     show(run(task, output, config=build_options(WarmStartConfig, values, "warm start")), as_json)
 
@@ -51,10 +51,10 @@ def pass_rates(
 
     The file is a pass-rate profile. The same command continues an interrupted one.
     """
-    from ..study.pass_rates import bars_of, profile_model
+    values = settings(overrides, config)
+    from ..study.pass_rates import bars_of, profile_model  # takes seconds
 
     console = progress_console(as_json)
-    values = settings(overrides, config)
     found = profile_model(model, values, n=n, prompts=prompts, output=output, console=console)
     figures = lines({name: value for name, value in found.items() if name != "histogram"})
     show(found, as_json, lambda f: Group(bars_of(f["histogram"]), "", figures))
@@ -77,12 +77,13 @@ def simulate(
     Prints tokens by fate, the signal for 1,000 tokens, and that of an oracle which knows every pass rate.
     """
     from ..config import ConfigError, load_config
-    from ..study.simulate import growth_to
-    from ..study.simulate import simulate as run
 
     c = load_config(config, overrides or ())
+    if ends_at is not None and growth:
+        raise ConfigError("growth: ends-at chooses it; give one of them")
+    from ..study.simulate import growth_to
+    from ..study.simulate import simulate as run  # takes seconds
+
     if ends_at is not None:
-        if growth:
-            raise ConfigError("growth: ends-at chooses it; give one of them")
         growth = growth_to(c, rates, ends_at)
     show(run(c, rates, growth=growth, length=length), as_json)

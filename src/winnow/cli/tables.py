@@ -49,17 +49,18 @@ def doctor(
 
     With --measure `key=value` arguments are settings of a run: lora.r=16, dtype=float32.
     """
-    from ..run.doctor import examine
-
     if not measure:
         if overrides or model or output:
             raise ValueError("doctor: --model, --out and key=value arguments need --measure")
+        from ..run.doctor import examine
+
         show(examine(), as_json, _findings)
         return
-    from ..run.measure import measure as measured
+    values = settings(overrides)
+    from ..run.measure import measure as measured  # takes seconds
 
     console = progress_console(as_json)
-    report = measured(model, settings(overrides), lambda line: console.print(line, highlight=False, soft_wrap=True))
+    report = measured(model, values, lambda line: console.print(line, highlight=False, soft_wrap=True))
     if output is not None:
         write_json(output, report)
     show(report, as_json, lambda found: Text("all is right" if found["right"] else "something is wrong; see above"))

@@ -49,8 +49,12 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train from a YAML file; `key=value` arguments override it."""
+    from ..config import ConfigError, load_config
+
+    if gpu is not None and not dry_run:
+        raise ConfigError("--gpu: only plans a run; add --dry-run")
+    c = load_config(config, overrides or ())  # before the imports below, which take seconds
     with lasting_imports():
-        from ..config import ConfigError, load_config
         from ..run.budget import Gpus
         from ..run.placement import STARTS
         from ..run.plan import plan, plan_for
@@ -58,13 +62,11 @@ def train(
         from ..run.trainer import Trainer
 
     if gpu is not None:
-        if not dry_run:
-            raise ConfigError("--gpu: only plans a run; add --dry-run")
-        show(plan_for(load_config(config, overrides or ()), Gpus.parsed(gpu)), as_json)
+        show(plan_for(c, Gpus.parsed(gpu)), as_json)
         return
     if dry_run:
         try:
-            with Trainer(config=load_config(config, overrides or ())) as trainer:
+            with Trainer(config=c) as trainer:
                 found = plan(trainer)
         finally:
             cluster.discard()
@@ -74,7 +76,7 @@ def train(
         if any(not problem.endswith(STARTS) for problem in found.get("does_not_fit", [])):
             raise typer.Exit(1)
         return
-    trainer = Trainer(config=load_config(config, overrides or ()))
+    trainer = Trainer(config=c)
     trainer.console = progress_console(as_json)
     _train(trainer, as_json)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..base.errors import ExpectedError
 from ..base.weights import WeightSource
 from ..engine.facts import n_tokens
 from ..methods.loss import LossConfig
@@ -47,7 +48,7 @@ class Stats:
         return self.sums.get(name, 0.0) / max(self.sums.get(of, 0.0), 1.0)
 
 
-class LearnerLostError(RuntimeError):
+class LearnerLostError(ExpectedError):
     """A learner rank exited, hung or failed; the other ranks cannot continue without it."""
 
 

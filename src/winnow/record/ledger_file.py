@@ -6,6 +6,7 @@ import sqlite3
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from ..base.errors import ExpectedError
 from ..base.files import private_file
 
 LEDGER = "ledger.sqlite"
@@ -58,7 +59,7 @@ UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 """Errors of reading a damaged file; the second when SQLite quotes its bytes in a message."""
 
 
-class LedgerError(RuntimeError):
+class LedgerError(ExpectedError):
     """The file is not usable as the ledger of this run; the message has the cause and the remedy."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from ..base.errors import ExpectedError
 from ..base.files import bytes_of, from_json, private_file
 from ..base.redact import redact
 from ..config import RunConfig, from_saved
@@ -39,7 +40,7 @@ GATE_STEPS = 12
 """Largest number of environment steps at which it is written."""
 
 
-class RunDirectoryError(RuntimeError):
+class RunDirectoryError(ExpectedError):
     """A run directory is unusable; the message names it and the remedy."""
 
 

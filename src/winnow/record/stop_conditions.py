@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ..base.errors import ExpectedError
 from ..methods.filter import Filter
 from ..methods.group_kind import GroupJudge
 from ..types import Group, GroupKind
@@ -15,7 +16,7 @@ MIN_FAILURES_JUDGED = 32
 """Finished rollouts of a step that are needed before their failed share can stop the run."""
 
 
-class RunStoppedError(RuntimeError):
+class RunStoppedError(ExpectedError):
     """The run can make no more progress; the message has cause and remedy. Progress so far is saved."""
 
 

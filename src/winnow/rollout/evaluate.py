@@ -9,12 +9,13 @@ from itertools import islice
 
 import numpy as np
 
+from ..base.errors import ExpectedError
 from ..methods.success import Success
 from ..types import Fate, Group, Job, Prompt, Visit
 from .runner import RolloutRunner
 
 
-class RolloutsFailedError(RuntimeError):
+class RolloutsFailedError(ExpectedError):
     """No rollout of an evaluation could be judged; the message names the first cause."""
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 from safetensors import SafetensorError
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, ExpectedError
 from ..base.failpoint import failpoint
 from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directory, readable, sha256
 from ..base.state import Count, State, StateError, at
@@ -72,7 +72,7 @@ class RunState(SavedState):
     seconds_total: Annotated[float, Field(ge=0)]
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ExpectedError):
     """An unusable checkpoint; the message names the file and the remedy."""
 
 

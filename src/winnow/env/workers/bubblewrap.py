@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
+from ...base.errors import ExpectedError
 from .seccomp import program
 
 FIRST_UID = 61_184
@@ -27,7 +28,7 @@ enter it, and nothing inside needs it."""
 _MOUNT = f'mount -t tmpfs -o "size=$1,nr_inodes=$2,mode=0755" tmpfs {_SCRATCH} && shift 2 && exec "$@"'
 
 
-class SandboxError(RuntimeError):
+class SandboxError(ExpectedError):
     """No sandbox is available, or one failed to start. Nothing ran outside it."""
 
 
