@@ -236,7 +236,9 @@ class TestOneRunOneDirectory:
         ],
         ids=lambda schedule: "-".join(map(str, schedule.values())),
     )
-    def test_more_steps_of_a_schedule_without_an_end(self, tiny_config: dict[str, Any], schedule: dict[str, Any]) -> None:
+    def test_more_steps_of_a_schedule_without_an_end(
+        self, tiny_config: dict[str, Any], schedule: dict[str, Any]
+    ) -> None:
         """The resumed run is, rate for rate, the run that had them from the start."""
         run = Path(tiny_config["output_dir"])
         train(tiny_config | schedule | {"max_steps": 2})
@@ -260,7 +262,7 @@ class TestOneRunOneDirectory:
         run = Path(tiny_config["output_dir"])
         begun = RunConfig(**tiny_config | schedule | {"max_steps": 2})
         longer = begun.model_copy(update={"max_steps": 8})
-        with pytest.raises(ConfigError, match="max_steps: was 2, is 8 .learning rates depend on it"):
+        with pytest.raises(ConfigError, match=r"max_steps: was 2, is 8 .learning rates depend on it"):
             refuse_changes(run, as_saved(begun), longer)
 
     def test_a_resumed_run_has_no_stale_model(self, tiny_config: dict[str, Any]) -> None:

@@ -31,7 +31,8 @@ from winnow.run.auto_settings import (
     settle,
 )
 from winnow.run.engine_choice import choose_engine
-from winnow.run.preflight import changes_of, refuse_changes, resumed_config
+from winnow.run.preflight import refuse_changes
+from winnow.run.resume_keys import changes_of, resumed_config
 from winnow.run.start import Start
 
 AMX = "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\nmodel name\t: other\nflags\t\t: fpu\n"

@@ -302,7 +302,9 @@ def outcomes(rate: float, rule: SequentialSize | None) -> list[tuple[float, Grou
     return found
 
 
-def weights_of_prompts(rates: Sequence[float], rule: SequentialSize | None, refill: bool, **options: Any) -> list[float]:
+def weights_of_prompts(
+    rates: Sequence[float], rule: SequentialSize | None, refill: bool, **options: Any
+) -> list[float]:
     """Return the expected gradient of each prompt in batches of two groups of random prompts, in units of grad p."""
     of_prompts = [outcomes(rate, rule) for rate in rates]
     if refill:

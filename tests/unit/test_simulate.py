@@ -125,7 +125,8 @@ def test_numbers_of_rollouts_may_differ_between_prompts() -> None:
     rng = np.random.default_rng(0)
     true, counts = rng.beta(0.225, 0.525, 20_000), rng.choice([1, 2, 16], 20_000)
     profile = {
-        p.id: PassRate(p.id, int(n), int(rng.binomial(n, r)), 0.0) for p, n, r in zip(prompts, counts, true, strict=True)
+        p.id: PassRate(p.id, int(n), int(rng.binomial(n, r)), 0.0)
+        for p, n, r in zip(prompts, counts, true, strict=True)
     }
     rates = policy_of(prompts, profile, 0).rates()
     assert rates.var() == pytest.approx(true.var(), rel=0.03)

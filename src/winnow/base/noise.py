@@ -7,10 +7,12 @@ is SplitMix64's finalizer (Steele, Lea, Flood 2014), which passes BigCrush as a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -45,12 +47,14 @@ def _shift(x: Any, n: int) -> Any:
 
 def as_tensor(keys: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """Return int64 [N] of unsigned 64-bit keys."""
+    import torch
+
     return torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=device)
 
 
 def uniform(keys_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
     """Return float32 [N] in [0, 1), one per (key, position): multiples of 2**-24, so none rounds to 1.0."""
-    return _top_bits(keys_N, positions_N).to(torch.float32) * 2.0**-24
+    return _top_bits(keys_N, positions_N).float() * 2.0**-24
 
 
 def uniform_array(key: int, positions: np.ndarray) -> np.ndarray:

@@ -5,7 +5,10 @@ Rounded logits (bfloat16) often tie, and two rules for ties would be two distrib
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def relative_weights(logits_NV: torch.Tensor, inverse_temperature_N: torch.Tensor) -> torch.Tensor:
@@ -22,6 +25,8 @@ def lowest_kept(
     `weights_NV`: each row's heaviest is 1. Keeps the `top_k` heaviest tokens (0: all); of these the fewest that hold
     `top_p` of their sum, plus all ties with the lightest; then only weights of at least `min_p`. Sums are float64.
     """
+    import torch
+
     V = weights_NV.shape[1]
     k_N = torch.where(top_k_N > 0, top_k_N, V).clamp(max=V)
     top_NK = weights_NV.topk(int(k_N.max()), dim=-1).values
@@ -39,6 +44,8 @@ def running_sum(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 
     PyTorch then refuses every `cumsum` on a GPU, although only its single-row kernel adds in any order.
     """
+    import torch
+
     if not (values.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return values.cumsum(-1, dtype=dtype)
     rows = torch.atleast_2d(values)

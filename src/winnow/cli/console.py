@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console, RenderableType
@@ -20,6 +20,9 @@ from rich.text import Text
 from ..base.redact import redact
 from ..base.sanitize import visible
 from .errors import EXPECTED
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
 
 out, err = Console(markup=False), Console(stderr=True, markup=False)  # paths and data are not markup
 
@@ -76,6 +79,18 @@ def lines(values: Mapping[str, Any]) -> Table:
     for name, value in values.items():
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     return table
+
+
+def run_config(path: Path, overrides: Sequence[str] | None) -> RunConfig:
+    """Read a run's configuration and check all that needs no model, before the imports of one, which take seconds."""
+    from ..config import load_config
+
+    config = load_config(path, overrides or ())
+    from ..methods.tables import TABLES, options_of, task_options  # half a second
+
+    options_of(config, TABLES)
+    task_options(config.env)
+    return config
 
 
 def settings(overrides: Sequence[str] | None, config: Path | None = None, **defaults: Any) -> dict[str, Any]:

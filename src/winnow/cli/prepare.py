@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Group
 
-from .console import Config, Json, Model, Overrides, command, lines, progress_console, settings, show
+from ..base.errors import ConfigError
+from .console import Config, Json, Model, Overrides, command, lines, progress_console, run_config, settings, show
 
 app = typer.Typer()
 
@@ -76,9 +77,7 @@ def simulate(
 
     Prints tokens by fate, the signal for 1,000 tokens, and that of an oracle which knows every pass rate.
     """
-    from ..config import ConfigError, load_config
-
-    c = load_config(config, overrides or ())
+    c = run_config(config, overrides)
     if ends_at is not None and growth:
         raise ConfigError("growth: ends-at chooses it; give one of them")
     from ..study.simulate import growth_to

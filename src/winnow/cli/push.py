@@ -19,13 +19,14 @@ def push(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
     """
     from ..config import HUB, ConfigError, read_settings, validate
     from ..record.records import CONFIG, read_config
-    from ..run.hub import check_hub
-    from ..run.hub import push as upload
 
     for key in {override.partition("=")[0] for override in overrides or ()}:
         if key not in (*HUB, "save_dtype"):
             raise ConfigError(f"{key}: has no effect here; push takes {', '.join(HUB)} and save_dtype")
     values = read_settings(None, overrides or (), read_config(run)) | {"push_to_hub": True, "output_dir": str(run)}
     config = validate(values, str(run / CONFIG))
+    from ..run.hub import check_hub
+    from ..run.hub import push as upload  # takes seconds
+
     check_hub(config)
     show(asdict(upload(run, config)), as_json, lambda f: f"{f['folder']} is in {f['repo']}: {f['url']}")

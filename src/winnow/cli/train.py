@@ -9,9 +9,10 @@ import typer
 from rich.console import RenderableType
 
 from ..base import cluster
+from ..base.errors import ConfigError
 from ..base.imports import lasting_imports
 from ..base.sanitize import visible
-from .console import Json, Overrides, Run, command, lines, progress_console, show
+from .console import Json, Overrides, Run, command, lines, progress_console, run_config, show
 
 if TYPE_CHECKING:
     from ..run.trainer import Trainer
@@ -49,11 +50,9 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train from a YAML file; `key=value` arguments override it."""
-    from ..config import ConfigError, load_config
-
     if gpu is not None and not dry_run:
         raise ConfigError("--gpu: only plans a run; add --dry-run")
-    c = load_config(config, overrides or ())  # before the imports below, which take seconds
+    c = run_config(config, overrides)
     with lasting_imports():
         from ..run.budget import Gpus
         from ..run.placement import STARTS
@@ -84,11 +83,14 @@ def train(
 @command(app)
 def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
     """Resume a run from its last checkpoint."""
+    from ..run.resume_keys import changes_of, resumed_config
+
+    changes = changes_of(run, overrides or ())
+    resumed_config(run, changes)  # refused before the import below, which takes seconds
     with lasting_imports():
-        from ..run.preflight import changes_of
         from ..run.trainer import Trainer
 
-    trainer = Trainer.resume(run, changes_of(run, overrides or ()))
+    trainer = Trainer.resume(run, changes)
     trainer.console = progress_console(as_json)
     _train(trainer, as_json)
 

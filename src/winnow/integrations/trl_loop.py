@@ -24,7 +24,8 @@ from ..record.records import CHARTS, CONFIG, LEDGER, Records, RunDirectoryError
 from ..record.stop_conditions import Limits
 from ..run.build_methods import build_collector, method_charts, step_options
 from ..run.checkpoint import load_state_in_trl, understood
-from ..run.preflight import MAY_CHANGE_ON_RESUME, refuse_used_directory
+from ..run.preflight import refuse_used_directory
+from ..run.resume_keys import MAY_CHANGE_ON_RESUME
 from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
 from .trl_batch import Tensors, batch_of, widened

@@ -6,7 +6,10 @@ rollouts.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def sum_by_rollout(values_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
@@ -29,6 +32,8 @@ def first_rows(values_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.
 
 def sum_before(counts_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
     """Return for each row the sum over the rows of its rollout before it, int64 [B]."""
+    import torch
+
     if rollout_B is None:
         return torch.zeros_like(counts_B)
     earlier_B = counts_B.cumsum(0) - counts_B
@@ -36,6 +41,8 @@ def sum_before(counts_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.
 
 
 def _is_first(rollout_B: torch.Tensor) -> torch.Tensor:
+    import torch
+
     first_B = torch.ones_like(rollout_B, dtype=torch.bool)
     first_B[1:] = rollout_B[1:] != rollout_B[:-1]
     return first_B

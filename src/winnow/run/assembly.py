@@ -24,7 +24,7 @@ from ..types import Group, Job, Rollout
 from . import serve
 from .auto_settings import Machine, settle
 from .build import build_learner, build_policy, build_rewarder, build_sampler, rollout_options
-from .build_methods import Methods, build_methods, build_success
+from .build_methods import Methods, build_methods, build_success, method_options
 from .hub import check_hub
 from .placement import require_places
 from .preflight import check_agreement, check_prompts, in_steps, require_reuse
@@ -97,6 +97,7 @@ class Assembly:
 def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bool) -> Assembly:
     """Build the parts of the run that `c` describes, with weights from `checkpoint` if given. Raises ConfigError."""
     begun = time.monotonic()
+    method_options(c)  # their names and options, before anything is loaded
     check_trackers(c.report_to)
     check_hub(c)
     quiet_transformers()

@@ -20,10 +20,10 @@ from ..env.rewards.workers import RewardWorkers
 from ..learner import LEARNERS, Learner, Policy
 from ..learner.local.reference import frozen_copy
 from ..methods.advantage import ADVANTAGES
+from ..methods.tables import task_options
 from ..rollout.options import RolloutOptions
 from ..sampler import Sampler, SamplerContext, sampler_options
 from ..sampler.base import PoolOptions
-from ..tasks import ENVS
 from ..types import Purpose
 from .build_adapters import check_adapters, with_lora
 from .engine_choice import engine_options
@@ -54,12 +54,7 @@ def build_sampler(context: SamplerContext) -> Sampler:
 
 def build_task(spec: MethodSpec | Task) -> Task:
     """Return a task by name, or the object itself. Raises ConfigError if unknown or without training prompts."""
-    if isinstance(spec, str | dict) and name_of(spec) == "dataset" and "path" not in spec:
-        raise ConfigError(
-            "env: dataset: no path; give one, or in Python train_dataset, which a run does not keep: give it to "
-            "Trainer.resume too"
-        )
-    task: Task = spec if isinstance(spec, Task) else method(ENVS, spec, "env").build()
+    task: Task = spec if isinstance(spec, Task) else task_options(spec).build()
     if not task.train:
         raise ConfigError(f"env: task {task.name} has no training prompts")
     return task

@@ -23,6 +23,7 @@ from ..methods.loss import LossConfig
 from ..methods.select import StreamSelector
 from ..methods.size import GroupSize, RolloutBatch
 from ..methods.success import Success, default_success
+from ..methods.tables import options_of
 from ..record.account import Account
 from ..record.stop_conditions import Limits
 from ..reuse import Reuse
@@ -141,12 +142,7 @@ def _errors_of(key: str) -> Iterator[None]:
 
 def method_options(c: RunConfig) -> dict[str, list[Any]]:
     """Return the options of every method that the configuration names, by key."""
-    options = {}
-    for key, table in METHOD_TABLES.items():
-        value = getattr(c, key)
-        specs = value if isinstance(value, list) else [value]
-        options[key] = [method(table, spec, key) for spec in specs]
-    return options
+    return options_of(c, METHOD_TABLES)
 
 
 def method_charts(c: RunConfig) -> list[dict[str, Any]]:

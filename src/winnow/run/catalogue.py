@@ -12,30 +12,17 @@ from pydantic import TypeAdapter
 from ..config import METHODS, RunConfig
 from ..engine import ENGINES
 from ..learner import LEARNERS
-from ..methods.advantage import ADVANTAGES
-from ..methods.correct import CORRECTIONS, STEP_SCALES
-from ..methods.filter import FILTERS
-from ..methods.gate import GATES
-from ..methods.select import SELECTORS
-from ..methods.size import ROLLOUT_BATCHES, SIZES
+from ..methods import tables
 from ..sampler import SYNCS
 from ..tasks import ENVS
 from .engine_choice import AUTO
 
-TABLES: dict[str, Mapping[str, type]] = {
-    "env": ENVS,
-    "selector": SELECTORS,
-    "rollout_batch": ROLLOUT_BATCHES,
-    "group_size": SIZES,
-    "sync": SYNCS,
-    "engine": ENGINES,
-    "gates": GATES,
-    "filter": FILTERS,
-    "advantage": ADVANTAGES,
-    "correction": CORRECTIONS,
-    "step_scale": STEP_SCALES,
-    "learner": LEARNERS,
-}
+_TABLES = {"env": ENVS, "sync": SYNCS, "engine": ENGINES, "learner": LEARNERS, **tables.TABLES}
+_ORDER = (
+    *("env", "selector", "rollout_batch", "group_size", "sync", "engine"),
+    *("gates", "filter", "advantage", "correction", "step_scale", "learner"),
+)
+TABLES: dict[str, Mapping[str, type]] = {key: _TABLES[key] for key in _ORDER}
 """Config field -> its table, in the order a rollout passes them."""
 
 METHOD_TABLES = {key: table for key, table in TABLES.items() if key not in ("env", "engine")}

@@ -19,7 +19,6 @@ from ..config import (
     from_saved,
     method,
     name_of,
-    read_settings,
     section_of,
     validate,
 )
@@ -31,45 +30,19 @@ from ..env.rewards.rewarder import Rewarder
 from ..learner import LEARNERS, Learner
 from ..learner.agreement import Agreement, require_agreement
 from ..learner.step import scheduled_lr
-from ..record.records import CONFIG, LEDGER, START, RunDirectoryError, read_config
+from ..record.records import CONFIG, LEDGER, START, RunDirectoryError
 from ..rollout.evaluate import RollOut
 from ..sampler import sampler_options
 from ..types import Job, Prompt, Visit
 from .build import sampling_params
 from .build_methods import step_options
 from .prompt_example import warn_of_plain_text
+from .resume_keys import MAY_CHANGE_ON_RESUME
 
 PROBED, PROBES_EACH = 4, 2
 """Prompts whose log-probabilities are compared at the start, and rollouts of each."""
-MAY_CHANGE_ON_RESUME = frozenset(
-    {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
-    | {"save_dtype", "max_failed_share", "reward_timeout_s", "reward_memory_mb", "reward_env", "reward_sandbox"}
-    | {"sync", "learner", "threads"}
-    | {"engine", "tokens_per_microbatch", "gradient_checkpointing"}
-    | {"push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"}
-)
-"""Keys a resume may override; others would change what the rest of the run computes. Of `sync` only options of sampler
-processes, whose runs are not repeatable anyway; of `learner` where it runs; of `engine` what bounds its memory. These,
-`tokens_per_microbatch`, `gradient_checkpointing` and `threads` change how sums are rounded."""
 MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sleep"})
 """Engine options that bound its memory."""
-
-
-def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
-    """Return a run's saved configuration with `overrides`. Raises ConfigError naming a key that may not change."""
-    for key in overrides:
-        if key not in MAY_CHANGE_ON_RESUME:
-            allowed = ", ".join(sorted(MAY_CHANGE_ON_RESUME))
-            raise ConfigError(f"{key}: cannot change on a resume (only these can: {allowed}); start a new run")
-    values = read_config(run_dir) | dict(overrides) | {"output_dir": str(run_dir)}
-    return validate(values, str(run_dir / CONFIG))
-
-
-def changes_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the keys that `key=value` overrides of a run change; dots reach into its own sections."""
-    keys = {override.partition("=")[0].partition(".")[0] for override in overrides}
-    values = read_settings(None, overrides, read_config(run_dir)) if keys else {}
-    return {key: values[key] for key in values if key in keys}
 
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:

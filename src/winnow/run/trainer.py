@@ -22,7 +22,8 @@ from ..record.stop_conditions import RunStoppedError, TaskSolvedError, memory_er
 from . import checkpoint
 from .assembly import assemble
 from .callbacks import Callbacks, TrainerState
-from .preflight import refuse_changes, refuse_used_directory, resumed_config
+from .preflight import refuse_changes, refuse_used_directory
+from .resume_keys import resumed_config
 from .session import Session, require_held_out
 from .trainer_inputs import Given
 from .trl_arguments import config_from, given_again, refuse_resume

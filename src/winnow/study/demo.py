@@ -12,20 +12,15 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..base.imports import lasting_imports
 from ..base.sanitize import visible
 from ..config import ConfigError, RunConfig, build_options, read_settings, validate
-from ..engine.pretrained import PRETRAINED
-from ..engine.pretrained import get as get_model
 from ..record.failures import failures_of
 from ..record.ledger import Ledger
 from ..record.progress import fate_line
 from ..record.records import LEDGER, SAMPLES, read_config, read_metrics
-from ..run.build import build_demonstrator
-from ..run.preflight import changes_of
-from ..run.trainer import Trainer
+from ..run.resume_keys import changes_of
 from ..types import Fate
-from .report import write_report
-from .warm_start import WarmStartConfig, warm_start
 
 RECIPES = {"countdown": "demo.yaml", "llm": "demo-llm.yaml"}
 """Recipes of `run_demo`, and their files in `assets`."""
@@ -47,6 +42,14 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
     values["output_dir"] = str(run_dir)
     warm_options = values.pop("warm_start", None)
     config = validate(values, "demo")
+    with lasting_imports():  # seconds: only for settings that are right
+        from ..engine.pretrained import PRETRAINED
+        from ..engine.pretrained import get as get_model
+        from ..run.build import build_demonstrator
+        from ..run.trainer import Trainer
+        from .report import write_report
+        from .warm_start import WarmStartConfig, warm_start
+
     if warm_options is None and config.model in PRETRAINED:
         console.rule(f"the model: {config.model}")
         get_model(config.model, console.print)

@@ -76,7 +76,9 @@ def _beta(rates: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
     mean = float(np.clip(np.mean(rates), 0.01, 0.99))
     noise = float(np.mean(1 / np.array(counts)))
     if noise == 1:
-        raise ConfigError("rates: one rollout of each prompt cannot tell how their rates differ; profile with -n 2 or more")
+        raise ConfigError(
+            "rates: one rollout of each prompt cannot tell how their rates differ; profile with -n 2 or more"
+        )
     spread = max((float(np.var(rates)) - mean * (1 - mean) * noise) / (1 - noise), 1e-3 * mean * (1 - mean))
     strength = max(mean * (1 - mean) / spread - 1, 0.02)
     return mean * strength, (1 - mean) * strength

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from ...base.nucleus import running_sum
 from ..segments import first_rows, sum_before, sum_by_rollout
 from .in_update import InUpdate, Weighing
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ def token_sums(
 
     W_t is the sum of the energies of the rollout's first t action tokens. Rollouts without a t-th do not count there.
     """
+    import torch
+
     count_R = sum_by_rollout(mask_BT.sum(1), rollout_B)
     there_RA = torch.arange(int(count_R.max()), device=mask_BT.device) < count_R[:, None]
     energy_RA = torch.zeros(there_RA.shape, dtype=torch.float64, device=mask_BT.device)
@@ -60,6 +63,8 @@ def token_baselines(sums: torch.Tensor) -> torch.Tensor:
     A token without a sibling token has its own reward as baseline, so the tail of the longest rollout teaches nothing.
     Same as verl's `optimal_token_baseline` without `handle_zero_tail`.
     """
+    import torch
+
     weighted, weights, rewards, count = sums
     return torch.where(weights > 0, weighted / weights.clamp(min=1e-300), rewards / count.clamp(min=1))
 

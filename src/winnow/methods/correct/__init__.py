@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from .ess import Ess, effective_sample_size, lr_scale
 from .m2po import M2PO
@@ -13,6 +11,9 @@ from .mask import Mask
 from .none import NoCorrection, NoScale, StepScale
 from .ratios import Evidence, log_ratio
 from .truncate import Truncate
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Correction(Protocol):

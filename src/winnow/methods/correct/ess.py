@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
 from ...base.state import State
 from .none import StepScale
+
+if TYPE_CHECKING:
+    import torch
 
 
 def effective_sample_size(log_w_B: torch.Tensor) -> float:
@@ -19,6 +22,8 @@ def effective_sample_size(log_w_B: torch.Tensor) -> float:
     The weights are those of whole rollouts, before truncation. Log weights of -inf (a rollout the learner would never
     sample) count as 0. Raises ValueError on an empty batch, if all are -inf, or on a weight that is NaN or infinite.
     """
+    import torch
+
     log_w_B = torch.as_tensor(log_w_B).detach().double().reshape(-1)
     if not len(log_w_B) or torch.isnan(log_w_B).any() or (log_w_B == math.inf).any() or (log_w_B == -math.inf).all():
         raise ValueError("the effective sample size needs log weights below infinity, at least one of them finite")

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...base.nucleus import running_sum
 from ...base.options import CHECKED
 from .ratios import Evidence, log_ratio, weight
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -38,6 +40,8 @@ class M2PO:
 
     def over_batch(self, parts: Iterable[Evidence]) -> Cut:
         """Return the cut over the tokens of all micro-batches together, so that their borders do not matter."""
+        import torch
+
         squared = [log_w[biting] ** 2 for log_w, biting in map(_judged, parts)]
         return Cut(cutoff(torch.cat(squared), self.threshold), self.weigh)
 
@@ -51,6 +55,8 @@ class Cut:
     active = True
 
     def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+        import torch
+
         log_w, biting = _judged(on)
         dropped = biting & (log_w**2 >= self.cutoff)
         kept = weight(log_w) if self.weigh else torch.ones_like(log_w)
@@ -68,6 +74,8 @@ def cutoff(squared_N: torch.Tensor, threshold: float) -> float:
 
     Tokens are dropped from the largest down. Equal ones go together, so token order does not matter.
     """
+    import torch
+
     squared_N = squared_N.sort().values
     means_N = running_sum(squared_N.double()) / torch.arange(1, len(squared_N) + 1, device=squared_N.device)
     kept = int((means_N < threshold).sum())  # the mean of ascending numbers never falls

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from .bounded import Bounded
 from .ratios import Evidence, weight
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Mask(Bounded):
             raise ValueError("low: 0 and high: null mask nothing, and weigh: false leaves no weight; set a bound")
 
     def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+        import torch
+
         log_w, outside = self._judged(on)
         if self.only_negative:
             outside = outside & (on.advantages_B[:, None] < 0)

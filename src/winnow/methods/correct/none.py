@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from ...base.state import Stateful
 from .ratios import Evidence
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class NoCorrection:
     weigh = False
 
     def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+        import torch
+
         return torch.ones_like(on.logp_BT[:, :1]), {}
 
 

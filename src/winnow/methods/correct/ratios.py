@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..segments import sum_at_rows
+
+if TYPE_CHECKING:
+    import torch
 
 Level = Literal["token", "sequence", "geometric"]
 MAX_RATIO = 1e6
@@ -41,6 +42,8 @@ def log_ratio(
     the mask a token's log ratio is 0. Both log-probabilities must be of the same distribution: after temperature, top-p
     and top-k. Raises ValueError on an unknown level.
     """
+    import torch
+
     difference_BT = torch.where(mask_BT.bool(), logp_BT.detach() - sampler_logp_BT, 0.0)
     if level == "token":
         return difference_BT

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from .bounded import Bounded
 from .ratios import Evidence, weight
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
@@ -48,6 +47,8 @@ class RandomCutRule:
         return [self._decide(view) for view in views]
 
     def _decide(self, view: GroupView) -> Verdict:
+        import torch
+
         key = noise_key(self.seed, RANDOM_STREAM, view.visit.prompt.ordinal, view.visit.epoch)
         if float(uniform(as_tensor([key]), torch.tensor([self.k]))) < self.share:
             return Verdict(False, f"random cut at step {self.k}", self.share)

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
-import torch
 from pydantic import PositiveFloat
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import nn
 
 from ....base.array_json import Packed, pack, unpack
 from ....base.noise import noise_key
@@ -25,6 +22,10 @@ from ....base.state import Count, Loose, State, at
 from ....types import Rollout
 from ..base import Array
 from ..window import FLOATS, TRUTHS, Columns, Window
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 HEAD_STREAM = 6
 """Separates its draws from other noise."""
@@ -86,6 +87,9 @@ class HeadWeights:
 
     def save(self, directory: Path) -> None:
         """Write `FILE`; nothing before anything was learned."""
+        import torch
+        from safetensors.torch import save_file
+
         if self.layers:
             tensors = {name: torch.from_numpy(layer) for name, layer in zip(_NAMES, self.layers, strict=True)}
             (directory / FILE).parent.mkdir(exist_ok=True)
@@ -153,6 +157,7 @@ class QualityHead:
         self, seed: int = 0, width: int = WIDTH, learning_rate: float = LEARNING_RATE, *, with_logp: bool = True
     ) -> None:
         """`with_logp`: use the log-probability; without it the weights of that input are 0 and stay 0."""
+
         self._seed, self._width, self._learning_rate, self._with_logp = seed, width, learning_rate, with_logp
         self._fits = 0
         self.resets = 0
@@ -181,6 +186,8 @@ class QualityHead:
 
     def fit(self) -> None:
         """Take a few AdamW steps; the draws depend only on the seed and the number of earlier fits."""
+        import torch
+
         self._fits += 1
         if not len(self._examples):
             return
@@ -196,13 +203,15 @@ class QualityHead:
             inputs = np.column_stack(inputs_of(hidden_NH[picked], logp_N[picked], moments))
             inputs[:, -1] *= self._with_logp
             labels, weights = (torch.from_numpy(c[picked].astype(np.float32)) for c in (label_N, weight_N))
-            self._set_gradients(torch.from_numpy(inputs), labels, weights)
+            with torch.no_grad():
+                self._set_gradients(torch.from_numpy(inputs), labels, weights)
             self._optimizer.step()
         self._publish(moments)
 
-    @torch.no_grad()
     def _set_gradients(self, inputs_NI: torch.Tensor, label_N: torch.Tensor, weight_N: torch.Tensor) -> None:
         """Set gradients of the weighted mean cross-entropy; by hand, since autograd takes longer than the products."""
+        import torch
+
         assert self._net is not None
         first, bias, second, last = self._net.parameters()
         inner_NW = torch.addmm(bias, inputs_NI, first.t()).relu_()
@@ -213,6 +222,9 @@ class QualityHead:
         second.grad, last.grad = error_N[None] @ inner_NW, error_N.sum(0, keepdim=True)
 
     def _build(self, size: int) -> None:
+        import torch
+        from torch import nn
+
         generator = torch.Generator().manual_seed(noise_key(self._seed, HEAD_STREAM, 0, self.resets) >> 1)
         first, second = nn.Linear(size + 1, self._width), nn.Linear(self._width, 1)
         for layer in (first, second):
@@ -251,6 +263,8 @@ class QualityHead:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | HeadState) -> None:
+        import torch
+
         saved = HeadState.of(state)
         self._fits, self.resets = saved.fits, saved.resets
         self._recent.load(saved.recent)
@@ -263,6 +277,8 @@ class QualityHead:
 
     def _load_net(self, saved: list[torch.Tensor]) -> None:
         """Load tensors. Raises ValueError on shapes other than this head's, which AdamW does not check."""
+        import torch
+
         self._build(self._examples.columns()[0].shape[1])
         assert self._net is not None
         assert self._optimizer is not None

@@ -10,7 +10,6 @@ from math import comb, exp, tanh
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from ....base.noise import as_tensor, noise_key, uniform
 from ....types import GroupView, Token, Verdict
@@ -133,6 +132,8 @@ class ArrolRule:
 
     def _draws(self, views: Sequence[GroupView]) -> dict[int, tuple[list[float], float]]:
         """Return draws by visit: one per sibling, and the highest of those that survive at any chance."""
+        import torch
+
         groups = {v.visit.number: v for v in views}
         sizes = [len(v.running) for v in groups.values()]
         keys = [noise_key(self.seed, QUALITY_STREAM, v.visit.prompt.ordinal, v.visit.epoch) for v in groups.values()]

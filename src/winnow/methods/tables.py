@@ -1,0 +1,47 @@
+"""The tables of methods and tasks whose options need no model: a fault in them is told before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import ConfigError, MethodSpec, RunConfig, method, name_of
+from ..tasks import ENVS
+from .advantage import ADVANTAGES
+from .correct import CORRECTIONS, STEP_SCALES
+from .filter import FILTERS
+from .gate import GATES
+from .select import SELECTORS
+from .size import ROLLOUT_BATCHES, SIZES
+
+TABLES: dict[str, Mapping[str, type]] = {
+    "selector": SELECTORS,
+    "rollout_batch": ROLLOUT_BATCHES,
+    "group_size": SIZES,
+    "gates": GATES,
+    "filter": FILTERS,
+    "advantage": ADVANTAGES,
+    "correction": CORRECTIONS,
+    "step_scale": STEP_SCALES,
+}
+"""Config field -> its table."""
+
+
+def options_of(c: RunConfig, tables: Mapping[str, Mapping[str, type]]) -> dict[str, list[Any]]:
+    """Return the options of every method that the configuration names in these tables, by key. Raises ConfigError."""
+    options = {}
+    for key, table in tables.items():
+        value = getattr(c, key)
+        specs = value if isinstance(value, list) else [value]
+        options[key] = [method(table, spec, key) for spec in specs]
+    return options
+
+
+def task_options(spec: MethodSpec) -> Any:
+    """Return the options of a task by name. Raises ConfigError."""
+    if name_of(spec) == "dataset" and "path" not in spec:
+        raise ConfigError(
+            "env: dataset: no path; give one, or in Python train_dataset, which a run does not keep: give it to "
+            "Trainer.resume too"
+        )
+    return method(ENVS, spec, "env")
