@@ -119,13 +119,13 @@ class WinnowGRPOTrainer(GRPOTrainer):
         self._rows: Sequence[Rollout | None] = ()
         """Rollouts of the rows whose log-probabilities TRL computes; none where TRL sampled them."""
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
         self._winnow.require_a_batch()
         if not resume_from_checkpoint:
             self._winnow.require_new()
         self._step, self._buffered_inputs = 0, None  # of an earlier call
         try:
-            result = super().train(resume_from_checkpoint, *args, **kwargs)
+            result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             self._winnow.finish()
         finally:
             self._winnow.close()
@@ -199,20 +199,32 @@ class WinnowGRPOTrainer(GRPOTrainer):
             self._rows = before
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, ids: torch.Tensor, there: torch.Tensor, tokens: int, *args: Any, **kwargs: Any
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         usual = super()._get_per_token_logps_and_entropies
         if any(rollout is not None and rollout.later for rollout in self._rows):
-            found = logps_by_segment(lambda *rows: usual(model, *rows, *args, **kwargs), ids, there, tokens, self._rows)
+            found = logps_by_segment(
+                lambda *rows: usual(model, *rows, *args, **kwargs),
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                self._rows,
+            )
         else:
-            found = usual(model, ids, there, tokens, *args, **kwargs)
+            found = usual(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         if self._training_on is not None:
             self._winnow.scaling.saw(found[0], self._training_on)
         return found
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         self._winnow.logged(logs)
-        super().log(logs, *args, **kwargs)
+        super().log(logs, start_time)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
