@@ -51,6 +51,8 @@ class Prompt:
     """All other columns; forwarded to reward functions and environments by name."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of tools for the chat template, where the model may call some."""
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    """The row's variables for the chat template: those of `chat_template_kwargs`, and `tools`, shown but not run."""
 
 
 class GroupKind(StrEnum):

@@ -100,6 +100,20 @@ class LazyState(UserDict[str, torch.Tensor]):
         return self._make(name)
 
 
+_OF_MEDIA = re.compile("image|video|audio|vision", re.IGNORECASE)
+
+
+def without_embedding(model: Any, tokenizer: Any) -> tuple[int, dict[int, str]]:
+    """Return the model's number of embeddings, and the tokenizer's tokens beyond them by id.
+
+    None of these can be read or sampled. Tokens of pictures and sounds are left out, as no text has them.
+    """
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    rows = min(len(end.weight) for end in ends)
+    vocabulary = tokenizer.get_vocab().items()
+    return rows, {i: token for token, i in vocabulary if i >= rows and not _OF_MEDIA.search(token)}
+
+
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
     """Return state-dict names whose tensor the model shares with an earlier name -> that name."""
     first: dict[int, str] = {}

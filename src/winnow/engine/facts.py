@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Facts:
         return cls(
             vocab_size,
             _longest(model, max_length),
-            _eos_ids(model, tokenizer, vocab_size) | _end_of_turn(tokenizer, vocab_size),
+            ends_of(model, tokenizer, vocab_size),
             {name: tensor.shape for name, tensor in model.state_dict().items()},
             tied_names(model),
         )
@@ -84,10 +85,38 @@ def _longest(model: Any, wanted: int | None) -> int | None:
     return wanted if wanted is not None else limit
 
 
-def _eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence ids of tokenizer, generation config and config; each has no id, one id or a list."""
+def ends_of(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Return the ids that end a rollout: see `Facts.eos_ids`."""
+    given = _eos_ids(model, tokenizer, model.config, getattr(model, "generation_config", None))
+    return frozenset(i for i in given if 0 <= i < vocab_size) | _end_of_turn(tokenizer, vocab_size)
+
+
+def end_where_rollouts_do(model: Any, tokenizer: Any) -> list[int]:
+    """Put the ends of rollouts into the model's generation config, so that a saved policy ends there too; return them.
+
+    Warns of an end of the model that its rollouts cannot sample, which is left out.
+    """
+    vocab_size = n_tokens(model, tokenizer)
+    ends = ends_of(model, tokenizer, vocab_size)
+    generation = model.generation_config
+    if beyond := sorted(i for i in _eos_ids(model, model.config, generation) if i >= vocab_size):
+        warnings.warn(
+            f"model: eos_token_id {beyond[0]} is none of the {vocab_size} tokens that can be sampled and is left out; "
+            "if it should end completions, call model.resize_token_embeddings(len(tokenizer)) with the tokenizer that "
+            "has it",
+            stacklevel=2,
+        )
+    own = _eos_ids(model, generation)
+    if ends and ends != own:
+        listed = [*(i for i in own if i in ends), *sorted(ends - own)]
+        generation.eos_token_id = listed if len(listed) > 1 else listed[0]
+    return sorted(ends)
+
+
+def _eos_ids(model: Any, *sources: Any) -> frozenset[int]:
+    """Return the end-of-sequence ids of a tokenizer or configs; each has no id, one id or a list."""
     found: set[int] = set()
-    for source in (tokenizer, getattr(model, "generation_config", None), model.config):
+    for source in sources:
         ids = getattr(source, "eos_token_id", None)
         given = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
         if wrong := [i for i in given if not isinstance(i, int) or isinstance(i, bool)]:
@@ -96,7 +125,7 @@ def _eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
                 f"{model.config.name_or_path}: eos_token_id of its {kind} is {wrong[0]!r:.50}, no token id"
             )
         found |= set(given)
-    return frozenset(i for i in found if 0 <= i < vocab_size)
+    return frozenset(found)
 
 
 def _end_of_turn(tokenizer: Any, vocab_size: int) -> frozenset[int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import ConfigError, suggestion
+from ..env.chat import templates_of, variables_of
 
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token")
 """Variables that every template receives, like functions such as `raise_exception`."""
@@ -25,7 +26,7 @@ def with_template(tokenizer: Any, template: str | None, values: Mapping[str, Any
         return with_template_values(tokenizer, values)
     from jinja2 import TemplateSyntaxError
 
-    own = _templates(tokenizer)
+    own = templates_of(tokenizer)
     if "{" not in template:
         if template not in own:
             close = suggestion(template, list(own))
@@ -52,7 +53,7 @@ def with_template_values(tokenizer: Any, values: Mapping[str, Any]) -> Any:
     """
     if not values:
         return tokenizer
-    templates = _templates(tokenizer)
+    templates = templates_of(tokenizer)
     if not templates:
         raise ConfigError("chat_template_kwargs: the tokenizer has no chat template; remove them, or set chat_template")
     used = {name: _variables(template, values) for name, template in templates.items()}
@@ -75,23 +76,10 @@ def with_template_values(tokenizer: Any, values: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _templates(tokenizer: Any) -> dict[str, str]:
-    """Return the tokenizer's templates by name; a single one is `default`."""
-    given = getattr(tokenizer, "chat_template", None)
-    if isinstance(given, list | tuple):
-        return {each["name"]: each["template"] for each in given}
-    return dict(given) if isinstance(given, Mapping) else {} if given is None else {"default": given}
-
-
 def _variables(template: str, values: Mapping[str, Any]) -> set[str]:
     """Return the names a template leaves to its caller; all of `values` if it cannot be parsed here."""
-    from jinja2 import Environment, TemplateError, meta
-
-    try:
-        used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
-    except TemplateError:  # custom tags; transformers reports real errors
-        used = set(values)
-    return used - {*GIVEN, "raise_exception", "strftime_now", "namespace", "range"}
+    used = variables_of(template)
+    return set(values if used is None else used) - {*GIVEN, "raise_exception", "strftime_now", "namespace", "range"}
 
 
 def _literal(value: Any) -> str:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +34,35 @@ def is_begun(messages: Sequence[Message]) -> bool:
     """Return whether messages end in an assistant's turn that the policy continues."""
     last = messages[-1]
     return last["role"] == "assistant" and last.get("content") is not None and not last.get("tool_calls")
+
+
+def templates_of(tokenizer: Any) -> dict[str, str]:
+    """Return the tokenizer's chat templates by name; a single one is `default`."""
+    given = getattr(tokenizer, "chat_template", None)
+    if isinstance(given, list | tuple):
+        return {each["name"]: each["template"] for each in given}
+    return dict(given) if isinstance(given, Mapping) else {} if given is None else {"default": given}
+
+
+@lru_cache(maxsize=64)
+def variables_of(template: str) -> frozenset[str] | None:
+    """Return the names that a template leaves to its caller; None if it cannot be parsed here."""
+    from jinja2 import Environment, TemplateError, meta
+
+    try:
+        return frozenset(
+            meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+        )
+    except TemplateError:  # custom tags; transformers reports real errors
+        return None
+
+
+def template_variables(tokenizer: Any) -> frozenset[str] | None:
+    """Return the variables that a row may give to the tokenizer's templates; None if one cannot be parsed."""
+    found = [variables_of(template) for template in templates_of(tokenizer).values()]
+    if None in found:
+        return None
+    return frozenset[str]().union(*(each or () for each in found)) - {"messages", "add_generation_prompt"}
 
 
 def rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:

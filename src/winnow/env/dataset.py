@@ -6,7 +6,7 @@ import ast
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -16,7 +16,8 @@ from ..base.dotted import nearest
 from ..base.paths import tilde
 from ..types import Message, Prompt
 from .base import OneTurn, RewardFn
-from .presets import PRESETS
+from .presets import OF_MATH, PRESETS, READ
+from .prompt_columns import beside, refuse_pictures, template_values
 from .prompt_store import Store, StoredPrompts, content_of
 from .rewards.math import math_reward, same_answers
 from .rewards.scores import STANDARD
@@ -24,8 +25,8 @@ from .row_files import DataError, Row
 from .rows import has_splits, read_rows, rows_of
 from .synthetic_data import PREFIX
 
-PICTURES = ("images", "image", "videos", "video", "audios", "audio")
-"""Columns that hold a part of the prompt in multimodal data."""
+MARKS = {"instruction": "alpaca", "conversations": "sharegpt"}
+"""Columns by which rows of a preset are known."""
 SHOWN = 5
 """Ids named in an error message."""
 
@@ -42,7 +43,7 @@ class DatasetConfig:
     test_size: int | float = 0
     """Hold out this many prompts (a share if below 1), chosen by a hash of their content."""
     preset: str | None = None
-    """A known format: gsm8k, math, dapo_math, verl, verifiers."""
+    """A known format: gsm8k, math, dapo_math, verl, verifiers, alpaca, sharegpt."""
     prompt_column: str = "prompt"
     id_column: str = "id"
     """Used when present; otherwise ids are hashes of the prompts."""
@@ -100,7 +101,9 @@ class DatasetTask(OneTurn):
 
     def __init__(self, config: DatasetConfig, train: Iterable[Row], test: Iterable[Row] | None = None) -> None:
         self.config = config
-        self.reward_funcs: list[RewardFn] = [math_reward] if config.preset else []
+        self.reward_funcs: list[RewardFn] = [math_reward] if config.preset in OF_MATH else []
+        self.beside: dict[str, str] = {}
+        """Columns beside the prompt that usually belong to it, and the first row of each: see `prompt_columns`."""
         self._fingerprint: str | None = None
         store = self._stored(train)
         stores = [store]
@@ -126,12 +129,15 @@ class DatasetTask(OneTurn):
             if convert is not None:
                 row = Row(row.place, row.number, convert(row))
             text, messages = _prompt_of(row, config, as_json)
-            refuse_pictures(row, config)
+            refuse_pictures(row, config.prompt_column)
+            values = template_values(row, config.prompt_column, in_chat=messages is not None)
+            for column in beside(row, config.prompt_column, READ.get(config.preset or "", ())):
+                self.beside.setdefault(column, row.where)
             if reserved := set(STANDARD).intersection(row.values):
                 raise DataError(
                     f"{row.where}: a column must not be called '{min(reserved)}', an argument of reward functions"
                 )
-            store.add(row, _given_id(row, config), text, messages)
+            store.add(row, _given_id(row, config), text, messages, values)
         store.finish()
         if as_json:
             warnings.warn(
@@ -170,19 +176,6 @@ class DatasetTask(OneTurn):
             )
 
 
-def refuse_pictures(row: Row, config: DatasetConfig, columns: Sequence[str] = PICTURES) -> None:
-    """Raise DataError if the row has something in one of these columns."""
-    for column in columns:
-        value = row.values.get(column)
-        missing = value is None or (isinstance(value, float) and value != value)  # pandas' missing value
-        empty = missing or (isinstance(value, Sized) and len(value) == 0)
-        if column != config.prompt_column and not empty:
-            raise DataError(
-                f"{row.where}: column '{column}' is a part of the prompt that the model would not be given: only text "
-                "reaches it. Remove the column, or rename it if rewards or environments alone read it"
-            )
-
-
 def _written_messages(text: str) -> list[Any] | None:
     """Return messages written as JSON or Python text; None for anything else."""
     if text.lstrip()[:1] not in ("[", "{") or "role" not in text or "content" not in text:
@@ -215,9 +208,10 @@ def _prompt_of(row: Row, config: DatasetConfig, as_json: list[str]) -> tuple[str
     column = config.prompt_column
     if column not in row.values:
         has = list(row.values)
+        preset = next((f"use preset: {name}" for mark, name in MARKS.items() if mark in has), "choose a preset")
         raise DataError(
             f"{row.where}: no column '{column}' (columns: {', '.join(sorted(has))}).{nearest(column, has)} "
-            "Name it with prompt_column, or choose a preset"
+            f"Name it with prompt_column, or {preset}"
         )
     value = row.values[column]
     if isinstance(value, str) and (written := _written_messages(value)) is not None:
@@ -242,7 +236,8 @@ def _prompt_of(row: Row, config: DatasetConfig, as_json: list[str]) -> tuple[str
 
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise DataError(f'{where}: expected {{"role": ..., "content": ...}}, found {value!r:.60}')
+        remedy = "; use preset: sharegpt" if isinstance(value, dict) and {"from", "value"} <= value.keys() else ""
+        raise DataError(f'{where}: expected {{"role": ..., "content": ...}}, found {value!r:.60}{remedy}')
     message = {k: v for k, v in value.items() if v is not None}
     content: Any = message.get("content")
     parts = isinstance(content, list) and bool(content) and all(isinstance(part, dict) for part in content)

@@ -1,7 +1,7 @@
-r"""Well-known formats of math data: their columns, the prompt, and the place of the answer.
+r"""Well-known formats of data: their columns, the prompt, and the place of the answer.
 
-Each preset turns a published row into one with `prompt` and `ground_truth`; the other columns stay. For all presets,
-`winnow.env.rewards.math` compares answers by value.
+Each preset turns a published row into one with `prompt` and `ground_truth`; the other columns stay. For those of
+mathematics, `winnow.env.rewards.math` compares answers by value.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .prompt_columns import is_empty
 from .rewards.math import last_boxed
 from .row_files import DataError, Row
 
@@ -58,6 +59,43 @@ def _verifiers(row: Row) -> Values:
     return row.values | {"prompt": prompt, "info": info or {}, "ground_truth": gold}
 
 
+def _alpaca(row: Row) -> Values:
+    """Convert Alpaca's columns; `input` follows the instruction, `system` and `history` (pairs of turns) precede it."""
+    words = [_text(row, "instruction"), *([] if is_empty(row.values.get("input")) else [_text(row, "input")])]
+    messages = _system(row)
+    for pair in row.values.get("history") or ():
+        if not isinstance(pair, list | tuple) or [type(each) for each in pair] != [str, str]:
+            raise DataError(f"{row.where}: 'history' must be a list of [question, answer], found {pair!r:.60}")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    prompt = [*messages, *_ask("\n".join(words))]
+    return row.values | {"prompt": prompt, "ground_truth": row.values.get("output")}
+
+
+SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+def _sharegpt(row: Row) -> Values:
+    """Convert ShareGPT's turns of `from` and `value`; the last answer is the ground truth, not part of the prompt."""
+    turns = row.values.get("conversations")
+    if not isinstance(turns, list) or not all(isinstance(t, Mapping) and {"from", "value"} <= t.keys() for t in turns):
+        raise DataError(f'{row.where}: \'conversations\' must be a list of {{"from": ..., "value": ...}}')
+    messages = _system(row)
+    for turn in turns:
+        if turn["from"] not in SPEAKERS:
+            known = ", ".join(SPEAKERS)
+            raise DataError(
+                f"{row.where}: a turn is from {turn['from']!r}, not one of {known}; give messages as 'prompt'"
+            )
+        messages.append({"role": SPEAKERS[turn["from"]], "content": turn["value"]})
+    gold = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
+    return row.values | {"prompt": messages, "ground_truth": gold}
+
+
+def _system(row: Row) -> list[dict[str, str]]:
+    given = not is_empty(row.values.get("system"))
+    return [{"role": "system", "content": _text(row, "system")}] if given else []
+
+
 def _text(row: Row, column: str) -> str:
     value = row.values.get(column)
     if not isinstance(value, str) or not value.strip():
@@ -77,5 +115,10 @@ PRESETS: dict[str, Callable[[Row], Values]] = {
     "dapo_math": _verl,
     "verl": _verl,
     "verifiers": _verifiers,
+    "alpaca": _alpaca,
+    "sharegpt": _sharegpt,
 }
 """Name -> function from a published row to one with `prompt`. Raises DataError naming the row."""
+OF_MATH = frozenset(PRESETS) - {"alpaca", "sharegpt"}
+READ = {"alpaca": ("system", "history", "input"), "sharegpt": ("system",)}
+"""Columns that a preset makes part of the prompt: see `prompt_columns.BESIDE`."""

@@ -15,8 +15,9 @@ import pickle
 import re
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import eq
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, cast, overload
 
 import numpy as np
@@ -31,14 +32,15 @@ BUFFER = 1 << 20
 
 
 def content_of(prompt: Prompt) -> str:
-    """Return the identity of a prompt: its text, or its roles and words."""
-    return _content(prompt.text, prompt.messages)
+    """Return the identity of a prompt: its text, or its roles and words with what the row gives to the template."""
+    return _content(prompt.text, prompt.messages, prompt.template_values)
 
 
-def _content(text: str | None, messages: Sequence[Message] | None) -> str:
+def _content(text: str | None, messages: Sequence[Message] | None, values: Mapping[str, Any]) -> str:
     if messages is None:
         return (text or "").strip()
-    return json.dumps([[m["role"], m.get("content")] for m in messages], sort_keys=True)
+    words: list[Any] = [[m["role"], m.get("content")] for m in messages]
+    return json.dumps([words, values] if values else words, sort_keys=True, default=str)
 
 
 class Record(NamedTuple):
@@ -52,6 +54,7 @@ class Record(NamedTuple):
     text: str | None
     messages: tuple[Message, ...] | None
     columns: dict[str, Any]
+    template_values: Mapping[str, Any]
 
 
 class Store:
@@ -77,10 +80,17 @@ class Store:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def add(self, row: Row, own_id: str | None, text: str | None, messages: tuple[Message, ...] | None) -> None:
-        """Add a row with its prompt."""
+    def add(
+        self,
+        row: Row,
+        own_id: str | None,
+        text: str | None,
+        messages: tuple[Message, ...] | None,
+        values: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Add a row with its prompt, and the values that it gives to the chat template."""
         self.columns.update(dict.fromkeys(row.values))
-        record = Record(row.place, row.number, own_id, text, messages, row.values)
+        record = Record(row.place, row.number, own_id, text, messages, row.values, dict(values))
         try:
             data = pickle.dumps(tuple(record), pickle.HIGHEST_PROTOCOL)
         except Exception:  # any error of an object's own pickling
@@ -89,7 +99,7 @@ class Store:
             self._file.write(data)
         except OSError as error:
             raise _no_room(error) from None
-        digest = hashlib.sha256(_content(text, messages).encode()).digest()
+        digest = hashlib.sha256(_content(text, messages, values).encode()).digest()
         self._digests += digest[:16]
         self._id_keys.append(_id_key(own_id, digest))
         self._characters.append(min(_characters(text, messages), 2**32 - 1))
@@ -240,11 +250,11 @@ class StoredPrompts(Sequence[Prompt]):
         record = self._store[row]
         name = self._store.ids.get(row) or record.id
         if name is None:
-            content = _content(record.text, record.messages)
+            content = _content(record.text, record.messages, record.template_values)
             name = hashlib.sha256(content.encode()).hexdigest()[:16]
         values = record.columns
         columns = {column: values.get(column) for column in self._columns}
-        prompt = Prompt(name, ordinal, record.text, record.messages, columns)
+        prompt = Prompt(name, ordinal, record.text, record.messages, columns, (), record.template_values)
         return prompt if self._change is None else self._change(prompt)
 
 

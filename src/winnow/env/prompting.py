@@ -12,7 +12,8 @@ import numpy as np
 
 from ..types import Message, Prompt
 from .chat import PromptError as PromptError
-from .chat import is_begun, joined, rendered
+from .chat import is_begun, joined, rendered, template_variables
+from .prompt_columns import TOOLS, VALUES, tool_names
 
 _QUESTION: Message = {"role": "user", "content": "?"}
 
@@ -73,15 +74,20 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
                 f"prompt '{prompt.id}' is a list of messages, but the tokenizer has no chat template; "
                 "use a chat model, set chat_template, or give text prompts"
             )
-        tools: dict[str, Any] = {}
+        values = _template_values(tokenizer, prompt)
         if prompt.tools:
             require_tool_template(tokenizer, prompt)
-            tools = {"tools": list(prompt.tools)}
+            values[TOOLS] = list(prompt.tools)
         messages = first_messages(prompt, observation)
         try:
-            text = rendered(tokenizer, messages, **tools)
+            text = rendered(tokenizer, messages, **values)
         except Exception as error:  # any error of a template, e.g. that it has no system messages
             raise PromptError(f"prompt '{prompt.id}': the chat template refuses its messages: {error}") from None
+        if hidden := [name for name in tool_names(values.get(TOOLS, ())) if name not in text]:
+            raise PromptError(
+                f"prompt '{prompt.id}': tools: the chat template leaves out {hidden[0]}; use a model or chat_template "
+                "made for tool calls, or remove the column"
+            )
         ids = _encoded(tokenizer, prompt, text, whole=True)
     if not ids:
         raise PromptError(f"prompt '{prompt.id}' is empty after tokenization")
@@ -89,8 +95,28 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
 
 
 def with_messages(prompt: Prompt, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-    """Return a prompt of these messages, with the id of `prompt`."""
-    return Prompt(prompt.id, prompt.ordinal, messages=tuple(messages), tools=tuple(tools))
+    """Return a prompt of these messages, with the id of `prompt` and what its row gives to the chat template."""
+    return Prompt(
+        prompt.id,
+        prompt.ordinal,
+        messages=tuple(messages),
+        tools=tuple(tools),
+        template_values=prompt.template_values,
+    )
+
+
+def _template_values(tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
+    """Return the row's values for the chat template. Raises PromptError naming one that the template does not use."""
+    values = dict(prompt.template_values)
+    variables = template_variables(tokenizer) if values else None
+    for name in values:
+        if variables is not None and name not in variables:
+            column = TOOLS if name == TOOLS else f"{VALUES}: '{name}'"
+            raise PromptError(
+                f"prompt '{prompt.id}': {column}: the chat template does not use it; remove it from the data, or set "
+                "chat_template to one that does"
+            )
+    return values
 
 
 def first_messages(prompt: Prompt, observation: str | None) -> list[Message]:
@@ -178,7 +204,9 @@ def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled
     if is_begun(before):
         before = before[:-1] or [_QUESTION]
     templates = tokenizer.chat_template
-    named = {"chat_template": "tool_use"} if tools and isinstance(templates, dict) and "tool_use" in templates else {}
+    named = dict(prompt.template_values)
+    if tools and isinstance(templates, dict) and "tool_use" in templates:
+        named["chat_template"] = "tool_use"
     try:
         return joined(tokenizer, before, added, sampled, named)
     except Exception as error:  # any error of a template

@@ -202,6 +202,8 @@ class ToolTask:
         self.reward_funcs: Sequence[RewardFn] = task.reward_funcs
         self.max_turns = max_tool_calling_iterations + 1
         self._task, self._parse, self._deadlines = task, parse, Deadlines(timeout_s, overlapping=True)
+        self.beside: Mapping[str, str] = {} if environment_factory else getattr(task, "beside", {})
+        """See `DatasetTask`; an environment's `reset` gets all columns."""
         self.rewards_itself = all(rewards)
         """Whether every environment has `get_reward`, so that no reward function is asked."""
         for prompt in chain(task.train, task.test):
@@ -226,6 +228,11 @@ class ToolTask:
     def _equipped(self, prompt: Prompt) -> Prompt:
         if not prompt.messages:
             raise ValueError(f"prompt '{prompt.id}' is plain text; tools need messages and a chat model")
+        if "tools" in prompt.template_values:
+            raise ValueError(
+                f"prompt '{prompt.id}': column 'tools' offers tools that with_tools cannot run, next to its own; "
+                "remove or rename the column"
+            )
         return replace(prompt, tools=tuple(self._kit(prompt).schemas))
 
 

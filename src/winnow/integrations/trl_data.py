@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from ..env.dataset import DatasetConfig, DatasetTask, refuse_pictures
+from ..env.dataset import DatasetConfig, DatasetTask
+from ..env.prompt_columns import TOOLS, VALUES, is_empty, refuse_pictures
 from ..env.prompt_store import Store
 from ..env.row_files import DataError, Row
 from ..env.rows import rows_of
@@ -32,14 +34,24 @@ class TrlRows(DatasetTask):
 
     def _stored(self, rows: Iterable[Row]) -> Store:
         self._store = Store()
+        unshown: dict[str, str] = {}
         for row in rows:
-            refuse_pictures(row, self.config, PICTURES)
+            for column in (TOOLS, VALUES):
+                if not is_empty(row.values.get(column)):
+                    unshown.setdefault(column, row.where)
+            refuse_pictures(row, self.config.prompt_column, PICTURES)
             text, messages = self._prompt(row)
             given = row.values.get("id")
             own_id = str(given) if isinstance(given, str | int) and given != "" else None
             if own_id is None and not _has_words(text, messages):
                 own_id = f"row-{row.number}"  # rows that differ only in their position
             self._store.add(row, own_id, text, messages)
+        for column, where in unshown.items():
+            warnings.warn(
+                f"{where}: TRL's GRPOTrainer does not give column '{column}' to the chat template; give "
+                + ("tools=[...] to the trainer" if column == TOOLS else "chat_template_kwargs in GRPOConfig"),
+                stacklevel=2,
+            )
         self._store.finish(may_repeat=True)
         return self._store
 

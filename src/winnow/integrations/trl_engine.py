@@ -10,6 +10,7 @@ import torch
 
 from ..base.weights import FiniteWeights, StateWeights, WeightSource, state_once
 from ..config import ConfigError, MethodSpec, RunConfig, name_of
+from ..engine.facts import end_where_rollouts_do
 from ..engine.loading import ModelReference
 from ..engine.template import with_template_values
 from ..env.base import Task
@@ -22,6 +23,7 @@ from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner
 from ..run.build import build_engine, rollout_options
+from ..run.start import require_embeddings
 from ..types import Group, Job, Rollout
 
 COMPARED = 8
@@ -126,6 +128,8 @@ class EngineInTrl:
         device = trainer.accelerator.device
         source = "" if name_of(c.engine) == "local" else c.model
         tokenizer = with_template_values(trainer._tokenizer, trainer.chat_template_kwargs)
+        require_embeddings(self.model.model, tokenizer, c.model)
+        trainer.eos_token_ids = end_where_rollouts_do(self.model.model, tokenizer)  # else TRL counts others as cut off
         self._engine = build_engine(c, ModelReference(source, device, self.model.merged()), tokenizer)
         self._runner = RolloutRunner(
             self._engine, task, tokenizer, cast(Rewarder, _ScoredByTrl()), rollout_options(c), rules

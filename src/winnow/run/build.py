@@ -10,6 +10,7 @@ from typing import Any
 from ..base.weights import weights_digest
 from ..config import ConfigError, MethodSpec, RunConfig, method, name_of
 from ..engine.base import Engine, SamplingParams
+from ..engine.facts import end_where_rollouts_do
 from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, require_finite
 from ..engine.pretrained import located
 from ..engine.skeleton import as_zeros, in_files, unloaded
@@ -128,7 +129,8 @@ def build_policy(
         return read, None
     base, adapter = (load_whole(saved, CPU), None) if saved and not c.lora else start.load()
     require_finite(base, str(saved or c.model))
-    require_embeddings(base, tokenizer, start)
+    require_embeddings(base, tokenizer, start.source, start.adapter)
+    end_where_rollouts_do(base, tokenizer)
     engine = build_engine(c, start.reference(c.device, base), tokenizer, alone=alone) if with_engine else None
     if read is not None:
         return read, engine
@@ -151,7 +153,8 @@ def _read_by_ranks(c: RunConfig, start: Start, saved: Path | None, tokenizer: An
     model = unloaded(folder) if folder.is_dir() else None
     if model is None:
         return None
-    require_embeddings(model, tokenizer, start)
+    require_embeddings(model, tokenizer, start.source, start.adapter)
+    end_where_rollouts_do(model, tokenizer)
     policy = Policy(model, tokenizer, None, files=folder.absolute())
     if c.lora is None and not c.keeps_reference:
         return policy

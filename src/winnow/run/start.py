@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..base.dotted import nearest
+from ..base.weights import without_embedding
 from ..config import OF_ADAPTER, ConfigError, LoraConfig, RunConfig
 from ..engine.loading import CPU, ModelReference, load_causal_lm, load_start, resolve_device, shell_of
 from ..engine.lora import Adapter, adapter_at, merged, taken_apart
@@ -122,11 +123,21 @@ def settled_lora(lora: LoraConfig, adapter: Adapter) -> LoraConfig:
     return lora.model_copy(update=own)
 
 
-def require_embeddings(model: Any, tokenizer: Any, start: Start) -> None:
-    """Raise ConfigError if an adapter's tokenizer has more tokens than the model has embeddings."""
-    rows, ids = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
-    if start.adapter is not None and ids > rows:
+def require_embeddings(model: Any, tokenizer: Any, source: str, adapter: Adapter | None = None) -> None:
+    """Raise ConfigError if the tokenizer has tokens without an embedding: see `without_embedding`."""
+    rows, beyond = without_embedding(model, tokenizer)
+    if not beyond:
+        return
+    ids = max(beyond) + 1
+    if adapter is not None:
         raise ConfigError(
-            f"model: the tokenizer of '{start.adapter.source}' has {ids} tokens, the base {rows} embeddings, and the "
+            f"model: the tokenizer of '{adapter.source}' has {ids} tokens, the base {rows} embeddings, and the "
             "adapter adds none; save it with save_embedding_layers=True"
         )
+    first = tokenizer.eos_token_id if tokenizer.eos_token_id in beyond else min(beyond)
+    what = "the end of sequence" if first == tokenizer.eos_token_id else "a token"
+    raise ConfigError(
+        f"model: the tokenizer has {ids} tokens, '{source}' {rows} embeddings: {what} '{beyond[first]}' (id {first}) has "
+        f"none. Call model.resize_token_embeddings({ids}) and save the model (new embeddings need training, e.g. by "
+        "winnow warm-start), or use the tokenizer that belongs to the model"
+    )

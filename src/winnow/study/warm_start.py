@@ -26,6 +26,7 @@ from ..base.files import readable
 from ..base.processor import usable_threads
 from ..base.weights import state_once
 from ..config import ConfigError
+from ..engine.facts import end_where_rollouts_do
 from ..engine.loading import load_causal_lm, load_tokenizer, resolve_device
 from ..engine.saving import save_whole, types_of
 from ..engine.template import with_template
@@ -34,6 +35,7 @@ from ..env.chat import end_of_turn
 from ..env.prompting import as_beginning, encode_prompt
 from ..learner.local.forward import head_is_linear
 from ..run.auto_settings import choose_threads
+from ..run.start import require_embeddings
 from ..types import Prompt
 from .demonstrations import EOS, PAD, RowDemonstrations, byte_tokenizer, plain_tokenizer
 
@@ -124,6 +126,7 @@ def warm_start(
         torch.manual_seed(config.seed)
         model, tokenizer = _pretrained(config.model) if config.model is not None else _new(shown, config)
         tokenizer = with_template(tokenizer, template, {})
+        end_where_rollouts_do(model, tokenizer)
         loss = _teach(model, tokenizer, shown, config)
     output.mkdir(parents=True, exist_ok=True)
     save_whole(model, output, state_once(model), {} if config.model is None else types_of(config.model))
@@ -148,6 +151,11 @@ def _shown(task: Any, config: WarmStartConfig) -> Shown:
         return task
     if not getattr(task, "train", None):
         raise TypeError(f"warm start: task {getattr(task, 'name', task)!r} has no demonstrations to teach from")
+    for column, where in getattr(task, "beside", {}).items():
+        raise ConfigError(
+            f"warm start: {where}: the model would not be given column '{column}', which stands next to the prompt; "
+            "write it into the messages, use preset: alpaca or sharegpt, or remove the column"
+        )
     return RowDemonstrations(task.name, task.train, config.completion_column)
 
 
@@ -163,7 +171,9 @@ def _pretrained(source: str) -> tuple[Any, Any]:
     tokenizer = load_tokenizer(source)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"warm start: the tokenizer of '{source}' has no end of sequence, which completions end with")
-    return load_causal_lm(source, resolve_device("auto")), tokenizer
+    model = load_causal_lm(source, resolve_device("auto"))
+    require_embeddings(model, tokenizer, source)
+    return model, tokenizer
 
 
 def word_tokenizer(words: Sequence[str], max_positions: int) -> PreTrainedTokenizerFast:

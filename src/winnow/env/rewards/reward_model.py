@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ...base.errors import ConfigError
-from ...base.weights import weights_digest
+from ...base.weights import weights_digest, without_embedding
 from ...types import Message
 from ..chat import is_begun
 from ..prompting import tokenizer_digest
@@ -45,6 +45,13 @@ class RewardModel:
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        rows, beyond = without_embedding(self.model, self.tokenizer)
+        if beyond:
+            raise ConfigError(
+                f"reward_funcs: '{self.source}' has {rows} embeddings, and none for '{beyond[min(beyond)]}' (id "
+                f"{min(beyond)}) of its tokenizer; call model.resize_token_embeddings({max(beyond) + 1}) and train it, "
+                "or use the tokenizer that belongs to it"
+            )
         self.model.eval()
         self.__name__ = Path(self.source).name or type(self.model).__name__
 

@@ -161,6 +161,11 @@ class Rewarder:
         return [f.name for f in self._functions]
 
     @property
+    def parameters(self) -> set[str]:
+        """Return the names of all arguments that functions ask for."""
+        return {name for f in self._functions for name in f.parameters}
+
+    @property
     def in_threads(self) -> list[str]:
         """Return the names of user functions that run in a thread of this process."""
         called = [(f.name, f.call) for f in self._functions if f.call is not None and f.model is None]

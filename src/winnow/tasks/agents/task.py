@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ...base.files import digest
 from ...env.base import OverlappingEnv, RewardFn, Task
 from ...env.dataset import DatasetConfig
+from ...env.prompt_store import changed
 from ...env.tools import Parser, parse_tool_calls
 from ...env.workers.calls import Deadlines
 from ...env.workers.functions import function_name, load_function, parameters_of
@@ -99,7 +100,7 @@ class AgentTask:
             wants, has = ", ".join(missing), ", ".join(sorted(known))
             raise ValueError(f"agent {function_name(agent)}: it wants {wants}, but there is only {has}")
         self.name, self.stop = task.name, task.stop
-        self.train, self.test = task.train, task.test
+        self.train, self.test = changed(task.train, _without_tools), changed(task.test, _without_tools)
         self.reward_funcs: Sequence[RewardFn] = task.reward_funcs
         self.rewards_itself = getattr(task, "rewards_itself", False)
         self.max_turns, self.max_turn_length = max_turns, max_turn_length
@@ -123,3 +124,9 @@ class AgentTask:
 
 
 with_agent = AgentTask
+
+
+def _without_tools(prompt: Prompt) -> Prompt:
+    """Return a prompt that does not show its row's tools: the agent offers its own in every request."""
+    values = {name: value for name, value in prompt.template_values.items() if name != "tools"}
+    return replace(prompt, template_values=values) if len(values) < len(prompt.template_values) else prompt
