@@ -36,7 +36,7 @@ class Watchdogs:
     """Checks every step's metrics, and probes of engine and learner.
 
     `first_gap`: the difference at the first step of a resumed run. `functions`: names of the reward functions;
-    `in_threads`: those that run in a thread of this process.
+    `in_threads`: those that run in a thread of this process. `opening`: a tag such as `<think>` that prompts end in.
     """
 
     def __init__(
@@ -45,10 +45,12 @@ class Watchdogs:
         first_gap: float | None = None,
         functions: Collection[str] = (),
         in_threads: Collection[str] = (),
+        opening: str = "",
     ) -> None:
         self._config = config
         self._functions = functions
         self._in_threads = in_threads
+        self._opening = opening
         self._first_gap = first_gap
         self._updates: deque[Metrics] = deque(maxlen=PATIENCE)
         """The latest updates, to see whether few rollouts dominate them."""
@@ -118,7 +120,7 @@ class Watchdogs:
                     f"the reward function '{name}' gave {mean:g} to every completion of {SAME_STEPS} steps in a row: "
                     "check samples.jsonl, and that it reads the right columns and completions"
                 )
-                causes = "; ".join(self._causes_of_zero(name, row)) if mean == 0 else ""
+                causes = "; ".join([*self._opened(mean), *(self._causes_of_zero(name, row) if mean == 0 else ())])
                 yield f"{message}. Possible causes: {causes}" if causes else message
 
     def _not_asked(self, row: Metrics) -> str | None:
@@ -129,6 +131,14 @@ class Watchdogs:
             f"reward_funcs: {', '.join(unasked)} judged no rollout of step {row['step']:.0f}: the environment, or the "
             "agent, gave the rewards; ignore this if that is intended"
         )
+
+    def _opened(self, reward: float) -> Iterator[str]:
+        if self._opening and reward <= 0:
+            yield (
+                f"prompts end in {self._opening}, written by the chat template or the data, so a function that looks "
+                "for it in completions does not find it: let it look at the prompt's end and the completion together, "
+                "or not ask for the tag"
+            )
 
     def _causes_of_zero(self, name: str, row: Metrics) -> Iterator[str]:
         """Yield possible causes of a constant 0; those that the run's figures show come first."""

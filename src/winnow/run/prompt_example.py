@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ TRIED = 16
 HEAD, TAIL = 160, 80
 """Characters shown of a longer prompt, from its beginning and its end."""
 _MARK = "\u241fwinnow\u241f"
+_OPENING = re.compile(r"(</?[^<>/|\uff5c\s]+>|\[[A-Z_]+\])\s*$")
+"""A tag of the answer's format, and no mark of a turn, such as `<|assistant|>`."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class PromptExample:
     text: str
     tokens: int
     follows: str | None
+
+    @property
+    def opening(self) -> str:
+        """Return the tag in which the prompt ends, e.g. `<think>`; empty if it ends in none."""
+        found = _OPENING.search(self.text)
+        return found[1] if found else ""
 
     def line(self) -> str:
         """Return the line a run prints at its start."""

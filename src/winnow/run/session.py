@@ -44,7 +44,7 @@ from .hub import push_if_due
 from .interrupt import StopSignals
 from .model_card import write_card
 from .preflight import NothingSampledError
-from .prompt_example import prompt_example
+from .prompt_example import PromptExample, prompt_example
 
 
 def require_held_out(task: Task) -> None:
@@ -81,7 +81,9 @@ class Session:
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
         write_json(self.run_dir / CHARTS, method_charts(c), private=True)
         built.machine.say(self._console)
-        self._show_prompt(again=state is not None)
+        example = prompt_example(built.task, built.tokenizer)
+        if example is not None:
+            self._show_prompt(example, again=state is not None)
         built.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)
         self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
         self._open_ledger(state)
@@ -97,7 +99,8 @@ class Session:
             self._start_sampler()
         self._display = stack.enter_context(Display(self._console, start=self.loop.step, max_steps=c.max_steps))
         rewarder = built.rewarder
-        self._watchdogs = Watchdogs(c, first_gap(self.run_dir / METRICS), rewarder.names, rewarder.in_threads)
+        gap, opening = first_gap(self.run_dir / METRICS), example.opening if example else ""
+        self._watchdogs = Watchdogs(c, gap, rewarder.names, rewarder.in_threads, opening)
         self._look_at_agreement(self.loop.step)
         self._look_at_success(self.loop.step)
         self._notify("on_train_begin")
@@ -107,11 +110,8 @@ class Session:
             self._record(0, metrics, [])
             self.loop.warn_of_evaluation(evaluation)
 
-    def _show_prompt(self, *, again: bool) -> None:
+    def _show_prompt(self, example: PromptExample, *, again: bool) -> None:
         """Save one prompt as the model sees it for the page; print it at the start of a run."""
-        example = prompt_example(self.built.task, self.built.tokenizer)
-        if example is None:
-            return
         write_json(self.run_dir / PROMPT, asdict(example), private=True)
         if not again:
             self._console.print(example.line(), highlight=False, markup=False, soft_wrap=True)

@@ -137,7 +137,7 @@ def require_embeddings(model: Any, tokenizer: Any, source: str, adapter: Adapter
     first = tokenizer.eos_token_id if tokenizer.eos_token_id in beyond else min(beyond)
     what = "the end of sequence" if first == tokenizer.eos_token_id else "a token"
     raise ConfigError(
-        f"model: the tokenizer has {ids} tokens, '{source}' {rows} embeddings: {what} '{beyond[first]}' (id {first}) has "
-        f"none. Call model.resize_token_embeddings({ids}) and save the model (new embeddings need training, e.g. by "
-        "winnow warm-start), or use the tokenizer that belongs to the model"
+        f"model: the tokenizer has {ids} tokens, '{source}' {rows} embeddings: {what} '{beyond[first]}' (id {first}) "
+        f"has none. Call model.resize_token_embeddings({ids}) and save the model (new embeddings need training, e.g. "
+        "by winnow warm-start), or use the tokenizer that belongs to the model"
     )
