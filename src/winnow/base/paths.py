@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,28 @@ OPTIONS = ("path", "test", "games", "data", "python", "profile")
 """Method options that name files."""
 
 
-def absolute_paths(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """Make existing paths absolute: `model`, `reward_funcs`, files and `file.py:Name` of `methods`."""
+def absolute_paths(values: Mapping[str, Any], methods: Sequence[str], *, globs: bool = True) -> dict[str, Any]:
+    """Make existing paths absolute: `model`, `reward_funcs`, files and `file.py:Name` of `methods`.
+
+    `globs`: patterns that match a file, too.
+    """
     # The output directory need not exist; a relative one stays as written.
-    return _changed(values, methods, _absolute, output=os.path.expanduser)
+    return _changed(values, methods, _absolute_glob if globs else _absolute, output=os.path.expanduser)
+
+
+def missing_paths(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, str]:
+    """Return the first absolute path of each key at which nothing exists any more."""
+    found: dict[str, str] = {}
+
+    def looked_at(key: str, text: str) -> str:
+        file = os.path.expanduser(text).partition(":")[0]
+        if os.path.isabs(file) and not (os.path.exists(file) or glob(file, recursive=True)):
+            found.setdefault(key, file)
+        return text
+
+    for key in values:
+        _changed({key: values[key]}, methods, partial(looked_at, key), output=str)
+    return found
 
 
 def below_home(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
@@ -60,6 +80,11 @@ def _each(value: Any, change: Callable[[str], str]) -> Any:
 def _absolute(text: str) -> str:
     file, colon, name = os.path.expanduser(text).partition(":")
     return str(Path(file).resolve()) + colon + name if file and Path(file).exists() else text
+
+
+def _absolute_glob(text: str) -> str:
+    path = os.path.expanduser(text)
+    return os.path.abspath(path) if has_magic(path) and glob(path, recursive=True) else _absolute(text)
 
 
 def tilde(text: str) -> str:

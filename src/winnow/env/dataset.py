@@ -22,7 +22,7 @@ from .prompt_store import Store, StoredPrompts, content_of
 from .rewards.math import math_reward, same_answers
 from .rewards.scores import STANDARD
 from .row_files import DataError, Row
-from .rows import has_splits, read_rows, rows_of
+from .rows import has_splits, may_be_sliced, read_rows, rows_of
 from .synthetic_data import PREFIX
 
 MARKS = {"instruction": "alpaca", "conversations": "sharegpt"}
@@ -52,7 +52,7 @@ class DatasetConfig:
     prompt_format: Literal["as_is", "text"] = "as_is"
     """`text` joins messages into plain text, for models without chat template."""
     split: str = "train"
-    """Split of a Hugging Face data set to train on."""
+    """Split of a Hugging Face data set to train on; also a part of one, such as `train[:4]` or `train[10%:]`."""
     test_split: str = "test"
     """Split of a Hugging Face data set for `test`."""
     subset: str | None = None
@@ -71,6 +71,14 @@ class DatasetConfig:
         train, test = ([p] if isinstance(p, str) else p or [] for p in (self.path, self.test))
         subsets = [source for source in (*train, *test) if not source.startswith(PREFIX)]
         for key, sources in (("split", train), ("test_split", test), ("subset", subsets)):
+            if "[" in (getattr(self, key) or "") and key != "subset":
+                if whole := [source for source in sources if not may_be_sliced(source)]:
+                    raise ValueError(
+                        f"dataset: {key}: {getattr(self, key)} selects from Hugging Face data sets, and {whole[0]} is "
+                        "none; put the rows you want into a file of their own, or pass them in Python: "
+                        "train_dataset=rows[:4]"
+                    )
+                continue
             if getattr(self, key) != getattr(DatasetConfig, key) and not any(map(has_splits, sources)):
                 raise ValueError(f"dataset: {key} has no effect on a file or a data set without splits; remove it")
         if self.test is not None and self.test_size:

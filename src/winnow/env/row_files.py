@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -52,7 +53,29 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def _open(path: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
+    """Open a file of text. Raises DataError if it is not UTF-8, as its first bytes show."""
+    opened = partial(gzip.open, path, "rb") if path.suffix == ".gz" else partial(path.open, "rb")
+    with opened() as file:
+        if encoding := _wide_encoding(file.read(4)):
+            raise _not_utf8(path, encoding)
+    return cast(BinaryIO, opened())
+
+
+def _wide_encoding(head: bytes) -> str | None:
+    """Return the encoding of a text whose first characters take several bytes; None if they do not."""
+    if head in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
+        return "UTF-32"
+    if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "UTF-16"
+    if 0 in head[:2] and any(head[:2]):
+        return "UTF-16BE" if head[0] == 0 else "UTF-16LE"
+    return None
+
+
+def _not_utf8(path: Path, encoding: str, what: str = "") -> DataError:
+    return DataError(
+        f"{path}: {what}is {encoding}, not UTF-8; save it as UTF-8, e.g. iconv -f {encoding} -t UTF-8 {path.name} > NEW"
+    )
 
 
 def _json(path: Path) -> Iterator[Row]:
@@ -126,6 +149,8 @@ def _csv(path: Path) -> Iterator[Row]:
         with _open(path) as file:
             table = pyarrow.csv.read_csv(file, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True))
         _distinct(table.column_names, path)
+        if binary := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
+            raise _not_utf8(path, "WINDOWS-1252", f"column '{binary[0]}' perhaps ")
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: cannot be read as CSV: {error}") from None
     yield from _batches(path, table.to_batches(BATCH))

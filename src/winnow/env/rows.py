@@ -54,6 +54,11 @@ def has_splits(source: str) -> bool:
     return not of_files(source) and not Path(source, SAVED).expanduser().is_file()
 
 
+def may_be_sliced(source: str) -> bool:
+    """Return whether `split` may be a slice such as `train[:4]`."""
+    return not of_files(source) and not source.startswith(PREFIX)
+
+
 def _made(source: str, split: str) -> Iterator[Row]:
     for number, values in enumerate(made_rows(source.removeprefix(PREFIX), split), start=1):
         yield Row(f"{source}[{split}], row", number, values)
@@ -85,12 +90,15 @@ def _hugging_face(source: str, split: str, subset: str | None) -> Iterator[Row]:
         ) from None
     try:
         if any((directory / name).is_file() for name in (SAVED, "dataset_dict.json")):
-            rows = datasets.load_from_disk(str(directory))
-            if not isinstance(rows, Mapping) and split not in ("train", "test"):
-                raise ValueError("this directory has no splits")
+            saved = datasets.load_from_disk(str(directory))
             if subset is not None:
                 raise ValueError(f"this directory has no subset '{subset}'")
-            rows = rows[split] if isinstance(rows, Mapping) else rows
+            parts = saved if isinstance(saved, Mapping) else {"train": saved, "test": saved}
+            lengths = {name: len(part) for name, part in parts.items()}
+            chosen = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+            rows = (
+                row for c in chosen for row in parts[c.splitname].select(range(lengths[c.splitname])[c.from_ : c.to])
+            )
         else:
             rows = datasets.load_dataset(source, subset, split=split)
     except Exception as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..base.paths import absolute_paths
+from ..base.paths import absolute_paths, missing_paths
 from ..config import METHODS, ConfigError, RunConfig, method, name_of, section_of, validate
 from ..env.base import Task
 from ..env.rewards.rewarder import RewardSpec
@@ -74,7 +74,20 @@ class Given:
             values["env"] = getattr(self.env, "name", type(self.env).__name__)
         elif self.train_dataset is not None:
             values.setdefault("env", "dataset")
-        return validate(absolute_paths(values, METHODS))
+        if resumed:
+            self._require_files(values)
+        # The fingerprint of a run's data has its paths as they were saved.
+        return validate(absolute_paths(values, METHODS, globs=not resumed))
+
+    def _require_files(self, values: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a path of a run that is no longer there, unless an object was given in its place."""
+        given = {"model": self.model, "reward_funcs": self.reward_list, "env": self.env or self.train_dataset}
+        for key, path in missing_paths(values, METHODS).items():
+            if given.get(key) is None:
+                raise ConfigError(
+                    f"{key}: {path} was there when the run began and is there no longer; move it back, or link it from "
+                    f"where it is now: ln -s NEW {path}"
+                )
 
     def task(self, c: RunConfig) -> Task:
         """Return the configured task, the object, or a task of the rows with the options of `env: dataset`."""
