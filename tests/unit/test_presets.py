@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from winnow.env.dataset import DatasetConfig
-from winnow.env.presets import PRESETS
+from winnow.env.presets import OF_MATH
 from winnow.env.rewards.exact import exact_answer
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.workers import RewardWorkers
@@ -71,7 +71,7 @@ def as_file(tmp_path, row: dict) -> str:
 
 
 def test_every_preset_is_tried():
-    assert set(RIGHT_AND_WRONG) == set(PRESETS)
+    assert set(RIGHT_AND_WRONG) == OF_MATH
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from winnow import ConfigError, Trainer
+from winnow import ConfigError
 from winnow.env.base import OverlappingEnv, StepResult, Task
+from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.tools import ToolUnavailableError, parse_tool_calls, parser_of, with_tools
+from winnow.run.preflight import check_rewards
 from winnow.types import Prompt
 
 from ..builders.tool_calls import Counter, call, fail
@@ -298,16 +300,18 @@ def test_fingerprint_follows_the_tools():
     assert base not in {task.fingerprint() for task in others}
 
 
-def test_reward_functions_that_no_environment_would_ask_are_refused(tmp_path, tiny_config):
+def test_reward_functions_that_no_environment_would_ask_are_refused():
     """They are accepted where one of several environments has no reward of its own."""
     only = with_tools(OneTurn(), environment_factory=Counter)
     mixed = with_tools(OneTurn({"environment": "b"}), environment_factory={"a": Counter, "b": Silent})
     assert only.rewards_itself
     assert not mixed.rewards_itself
     assert not with_tools(OneTurn(), [add]).rewards_itself
-    config = {key: value for key, value in tiny_config.items() if key not in ("env", "eval_steps")}
+    rewarder = Rewarder([right])
     with pytest.raises(ConfigError, match=r"reward_funcs: \S+ would never be asked: the environment"):
-        Trainer(config=config, env=only, processing_class=make_tokenizer(), reward_funcs=[right])
+        check_rewards(only, only.train[0], rewarder)
+    check_rewards(mixed, mixed.train[0], rewarder)
+    rewarder.close()
 
 
 def right(completions, **columns):

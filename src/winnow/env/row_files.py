@@ -9,7 +9,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -54,11 +53,14 @@ def read_file(path: Path) -> Iterator[Row]:
 
 def _open(path: Path) -> BinaryIO:
     """Open a file of text. Raises DataError if it is not UTF-8, as its first bytes show."""
-    opened = partial(gzip.open, path, "rb") if path.suffix == ".gz" else partial(path.open, "rb")
-    with opened() as file:
+    with _unchecked(path) as file:
         if encoding := _wide_encoding(file.read(4)):
             raise _not_utf8(path, encoding)
-    return cast(BinaryIO, opened())
+    return _unchecked(path)
+
+
+def _unchecked(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
 
 
 def _wide_encoding(head: bytes) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import glob, has_magic
-from itertools import count, cycle, repeat
+from itertools import chain, count, cycle, repeat
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +96,8 @@ def _hugging_face(source: str, split: str, subset: str | None) -> Iterator[Row]:
             parts = saved if isinstance(saved, Mapping) else {"train": saved, "test": saved}
             lengths = {name: len(part) for name, part in parts.items()}
             chosen = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
-            rows = (
-                row for c in chosen for row in parts[c.splitname].select(range(lengths[c.splitname])[c.from_ : c.to])
-            )
+            ranges = [(c.splitname, range(lengths[c.splitname])[c.from_ : c.to]) for c in chosen]
+            rows = chain.from_iterable(parts[name].select(numbers) for name, numbers in ranges)
         else:
             rows = datasets.load_dataset(source, subset, split=split)
     except Exception as error:
