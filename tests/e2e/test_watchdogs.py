@@ -19,6 +19,7 @@ from winnow.engine import ModelReference
 from winnow.engine.local.engine import LocalEngine
 from winnow.record.watchdogs import GAP, Watchdogs, first_gap
 from winnow.rollout.evaluate import Evaluation
+from winnow.run.prompt_example import PromptExample
 from winnow.run.session import Session
 
 from ..builders.watchdogs import run
@@ -148,6 +149,35 @@ def test_a_reward_that_is_always_the_same_but_for_rounding(tiny_config: dict[str
         assert len(said) == 1
         assert f"the reward function 'format' gave {reward:g} to every completion" in said[0]
     assert rows[0]["rewards/format/std"] != 0
+
+
+@pytest.mark.parametrize("reward", [0.0, -1.0, 0.5])
+def test_a_reward_for_a_tag_that_the_prompt_has_already(reward: float) -> None:
+    """The cause of a constant 0 or penalty, not of a constant reward."""
+    rows = [{"step": step, "rewards/format/mean": reward, "rewards/format/std": 0.0} for step in (1, 2)]
+    config = validate({"model": "m", "env": "countdown"})
+    (said,) = (m for dogs in [Watchdogs(config, opening="<think>")] for row in rows for m in dogs.observe(row))
+    named = "Possible causes: prompts end in <think>, written by the chat template or the data, so a function" in said
+    assert named == (reward <= 0)
+    (said,) = (m for dogs in [Watchdogs(config)] for row in rows for m in dogs.observe(row))
+    assert "prompts end in" not in said
+
+
+@pytest.mark.parametrize(
+    ("end", "opening"),
+    [
+        ("<|im_start|>assistant\n<think>\n", "<think>"),
+        ("[THINK]", "[THINK]"),
+        ("<think>\n\n</think>\n\n", "</think>"),
+        ("<|im_start|>assistant\n", ""),
+        ("<|assistant|>", ""),
+        ("<\uff5cAssistant\uff5c>", ""),
+        ("[/INST]", ""),
+        ("is 1 < 2 > 0", ""),
+    ],
+)
+def test_the_tag_in_which_a_prompt_ends(end: str, opening: str) -> None:
+    assert PromptExample("a", f"<tag> {end}", 3, None).opening == opening
 
 
 def test_an_evaluation_that_is_skipped(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

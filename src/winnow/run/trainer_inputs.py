@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ..base.paths import absolute_paths, missing_paths
@@ -84,9 +85,12 @@ class Given:
         given = {"model": self.model, "reward_funcs": self.reward_list, "env": self.env or self.train_dataset}
         for key, path in missing_paths(values, METHODS).items():
             if given.get(key) is None:
+                moved = Path(path)
+                while not moved.parent.exists():
+                    moved = moved.parent
                 raise ConfigError(
-                    f"{key}: {path} was there when the run began and is there no longer; move it back, or link it from "
-                    f"where it is now: ln -s NEW {path}"
+                    f"{key}: {path} was there when the run began and is there no longer; move {moved} back, or link to "
+                    f"where it is now: ln -s NEW {moved}"
                 )
 
     def task(self, c: RunConfig) -> Task:
