@@ -99,7 +99,7 @@ def test_globs_become_absolute(tmp_path, monkeypatch):
     values = {"env": {"name": "dataset", "path": ["shards/*.jsonl", "none/*.jsonl", "made:gsm-1"]}}
     wanted = [str(tmp_path / "shards" / "*.jsonl"), "none/*.jsonl", "made:gsm-1"]
     assert absolute_paths(values, METHODS)["env"]["path"] == wanted
-    assert absolute_paths(values, METHODS, globs=False) == values
+    assert absolute_paths(values, METHODS, resumed=True) == values
 
 
 def test_missing_paths(tmp_path):

@@ -15,13 +15,13 @@ OPTIONS = ("path", "test", "games", "data", "python", "profile")
 """Method options that name files."""
 
 
-def absolute_paths(values: Mapping[str, Any], methods: Sequence[str], *, globs: bool = True) -> dict[str, Any]:
-    """Make existing paths absolute: `model`, `reward_funcs`, files and `file.py:Name` of `methods`.
+def absolute_paths(values: Mapping[str, Any], methods: Sequence[str], *, resumed: bool = False) -> dict[str, Any]:
+    """Make existing paths absolute: `model`, `reward_funcs`, files, patterns and `file.py:Name` of `methods`.
 
-    `globs`: patterns that match a file, too.
+    `resumed`: leave patterns and absolute paths as they are, which the run was saved with.
     """
     # The output directory need not exist; a relative one stays as written.
-    return _changed(values, methods, _absolute_glob if globs else _absolute, output=os.path.expanduser)
+    return _changed(values, methods, _if_relative if resumed else _absolute_glob, output=os.path.expanduser)
 
 
 def missing_paths(values: Mapping[str, Any], methods: Sequence[str]) -> dict[str, str]:
@@ -80,6 +80,10 @@ def _each(value: Any, change: Callable[[str], str]) -> Any:
 def _absolute(text: str) -> str:
     file, colon, name = os.path.expanduser(text).partition(":")
     return str(Path(file).resolve()) + colon + name if file and Path(file).exists() else text
+
+
+def _if_relative(text: str) -> str:
+    return text if os.path.isabs(text) else _absolute(text)
 
 
 def _absolute_glob(text: str) -> str:

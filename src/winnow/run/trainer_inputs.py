@@ -77,8 +77,7 @@ class Given:
             values.setdefault("env", "dataset")
         if resumed:
             self._require_files(values)
-        # The fingerprint of a run's data has its paths as they were saved.
-        return validate(absolute_paths(values, METHODS, globs=not resumed))
+        return validate(absolute_paths(values, METHODS, resumed=resumed))
 
     def _require_files(self, values: Mapping[str, Any]) -> None:
         """Raise ConfigError for a path of a run that is no longer there, unless an object was given in its place."""
