@@ -190,6 +190,8 @@ class RunConfig(BaseModel):
     eval_top_p: float = Field(1.0, gt=0, le=1)
     eval_top_k: int = Field(0, ge=0)
     eval_greedy: bool = True
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
     success: Annotated[SuccessConfig | None, BeforeValidator(success_section)] = None
 
     # checkpoints, logs, hub and trackers
@@ -224,6 +226,10 @@ class RunConfig(BaseModel):
             self._refuse(CLIPPING, "with policy_loss: plain; remove it or use policy_loss: clip")
         if self.optim in ("sgd", "adafactor"):
             self._refuse(ADAM, f"with optim: {self.optim}; remove it, or see optim_args")
+        if self.metric_for_best_model is None:
+            self._refuse(("greater_is_better",), "without metric_for_best_model; remove it")
+        elif self.eval_steps is None:
+            self._refuse(("metric_for_best_model",), "without eval_steps; set eval_steps, or remove it")
         if not self.push_to_hub:
             self._refuse(HUB, "without push_to_hub; remove it or set push_to_hub: true")
         if self.context_length is not None and self.context_length <= self.max_prompt_length:

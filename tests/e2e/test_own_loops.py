@@ -42,7 +42,7 @@ class Heard(TrainerCallback):
         self._note("ends", state)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        assert state.log_history == [kwargs["logs"]]
+        assert state.log_history[-1] == kwargs["logs"]
         self.logs.append(kwargs["logs"])
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

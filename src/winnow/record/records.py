@@ -114,6 +114,8 @@ class Records:
         every = -(-(max_turns - 1) // GATE_STEPS)
         self._gate_steps = range(every, max_turns, every) if every and (config.audit or not config.gates) else ()
         self.config = config
+        self.failed = True
+        """Whether the run is closed by an error, as trackers report; the session sets it."""
         self._tokenizer = tokenizer
         self._trackers = Trackers(run_dir, config, step)
         self._files: dict[str, IO[bytes]] = {}
@@ -129,11 +131,19 @@ class Records:
             self._files[name] = file
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
-        """Append a line to metrics.jsonl. Raises FloatingPointError on a non-finite value."""
+        """Append a line to metrics.jsonl and send it to trackers. FloatingPointError on a non-finite value."""
+        self.write(metrics)
+        self.track(metrics)
+
+    def write(self, metrics: Mapping[str, float]) -> None:
+        """Append a line to metrics.jsonl alone."""
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise FloatingPointError(f"metrics: not finite ({', '.join(bad)})")
         self._append(METRICS, [metrics])
+
+    def track(self, metrics: Mapping[str, float]) -> None:
+        """Send metrics to the trackers alone."""
         self._trackers.log(metrics, int(metrics["step"]))
 
     def warning(self, step: int, message: str) -> None:
@@ -168,6 +178,6 @@ class Records:
         return {name: file.tell() for name, file in self._files.items()}
 
     def close(self) -> None:
-        self._trackers.close()
+        self._trackers.close(failed=self.failed)
         for file in self._files.values():
             file.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ..base.files import write_json
 from ..base.install import install
@@ -19,12 +19,16 @@ from ..config import ConfigError, RunConfig, as_saved
 PROJECT = "winnow"
 KEPT = "trackers.json"
 """Ids that a resume continues under, by tracker."""
+STEP = "train/global_step"
+"""W&B's x axis of the metrics, as transformers names it."""
 
 
 class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool) -> None:
+        """Flush, and end the tracker's run unless the user opened it. `failed`: the training ended with an error."""
+        ...
 
 
 class TensorBoard:
@@ -34,66 +38,117 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=0 if step is None else step + 1)
+        self._writer.add_text("config", f"```json\n{json.dumps(as_saved(config), indent=1)}\n```", step or 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._writer.close()
 
 
 class Wandb:
-    """Weights & Biases, in project `winnow` or WANDB_PROJECT; offline files are in the run's folder `wandb`."""
+    """Weights & Biases: the run that the user opened, else one in project `winnow` or WANDB_PROJECT.
+
+    Its own step metric, not W&B's step, is the x axis: W&B drops rows whose step is below one logged before, which any
+    `wandb.log` of the user's raises. Offline files of a run opened here are in the run's folder `wandb`.
+    """
+
+    _opened: ClassVar[set[str]] = set()
+    """Ids of runs that trainers of this process have open: they are not the user's."""
 
     def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
-        wandb = import_module("wandb")
-        kept = _kept(run_dir)
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=config.run_name or run_dir.name,
-            config=as_saved(config),
-            dir=str(run_dir),
-            id=kept.get("wandb"),
-            resume="allow" if "wandb" in kept else None,
-        )
-        _keep(run_dir, "wandb", self._run.id)
+        wandb, kept = import_module("wandb"), _kept(run_dir)
+        self._defined: set[str] = set()
+        self._own = wandb.run is None or wandb.run.id in self._opened
+        if self._own:
+            self._run = wandb.init(
+                entity=kept.get("wandb_entity"),
+                project=kept.get("wandb_project") or os.environ.get("WANDB_PROJECT", PROJECT),
+                name=config.run_name or run_dir.name,
+                config=as_saved(config),
+                dir=str(run_dir),
+                id=kept.get("wandb"),
+                resume="allow" if "wandb" in kept else None,
+                reinit="create_new" if wandb.run else "default",
+            )
+            self._opened.add(self._run.id)
+        else:
+            self._run = wandb.run
+            self._run.config.update(_missing(as_saved(config), self._run.config))
+        self._run.define_metric(STEP)
+        _keep(run_dir, wandb=self._run.id, wandb_project=self._run.project, wandb_entity=self._run.entity)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name in metrics.keys() - self._defined:
+            self._run.define_metric(name, step_metric=STEP)
+            self._defined.add(name)
+        self._run.log({**metrics, STEP: step})
+
+    def close(self, *, failed: bool) -> None:
+        if self._own:
+            self._opened.discard(self._run.id)
+            self._run.finish(exit_code=int(failed))
+
+
+class Trackio:
+    """Trackio: the run that the user opened, else one in project `winnow`; TRACKIO_DIR sets the folder of its files."""
+
+    _opened: ClassVar[list[Any]] = []
+    """Runs that trainers of this process opened: they are not the user's."""
+
+    def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
+        trackio, kept = import_module("trackio"), _kept(run_dir)
+        self._current, settings = trackio.context_vars.current_run, as_saved(config)
+        self._run = self._current.get()
+        over = self._run is None or self._run._stop_flag.is_set()
+        self._own = over or any(self._run is run for run in self._opened)
+        if self._own:
+            self._current.set(None)  # `init` finishes the current run, which another trainer has open
+            name, project = kept.get("trackio"), kept.get("trackio_project", PROJECT)
+            resume = "allow" if name else "never"
+            name = name or config.run_name or run_dir.name
+            self._run = trackio.init(project=project, name=name, config=settings, resume=resume, embed=False)
+            self._opened.append(self._run)
+        elif missing := _missing(settings, self._run.config):
+            self._run.config.update(trackio.utils.to_json_safe(missing))
+            self._run._config_logged = False  # it is sent with the next row
+        _keep(run_dir, trackio=self._run.name, trackio_project=self._run.project)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
+        if not self._own:
+            return
+        self._opened[:] = [run for run in self._opened if run is not self._run]
+        if self._current.get() is self._run:
+            self._current.set(None)
         self._run.finish()
 
 
-class Trackio(Wandb):
-    """Trackio, whose runs log and finish like those of Weights & Biases; TRACKIO_DIR sets the folder of its files."""
-
-    def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
-        trackio = import_module("trackio")
-        kept, name = _kept(run_dir).get("trackio"), config.run_name or run_dir.name
-        settings, resume = as_saved(config), "allow" if kept else "never"
-        self._run = trackio.init(project=PROJECT, name=kept or name, config=settings, resume=resume, embed=False)
-        _keep(run_dir, "trackio", self._run.name)
-
-
 class MLflow:
-    """MLflow, in experiment `winnow` or MLFLOW_EXPERIMENT_NAME, at MLFLOW_TRACKING_URI."""
+    """MLflow: the active run, else one in experiment `winnow` or MLFLOW_EXPERIMENT_NAME, at MLFLOW_TRACKING_URI."""
 
     def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
         self._mlflow = import_module("mlflow")
         self._client = self._mlflow.MlflowClient()
-        if kept := _kept(run_dir).get("mlflow"):
-            self._id: str = kept
+        active, kept = self._mlflow.active_run(), _kept(run_dir).get("mlflow")
+        self._own = active is None
+        if active is not None:
+            self._id: str = active.info.run_id
+        elif kept is not None:
+            self._id = kept
             self._client.set_terminated(kept, "RUNNING")
-            return
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
-        self._id = self._client.create_run(experiment, run_name=config.run_name or run_dir.name).info.run_id
-        _keep(run_dir, "mlflow", self._id)
-        for key, value in as_saved(config).items():
+        else:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            found = self._client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else self._client.create_experiment(name)
+            self._id = self._client.create_run(experiment, run_name=config.run_name or run_dir.name).info.run_id
+        _keep(run_dir, mlflow=self._id)
+        for key, value in _missing(as_saved(config), self._client.get_run(self._id).data.params).items():
             self._client.log_param(self._id, key, str(value)[:500])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -104,8 +159,9 @@ class MLflow:
         ]
         self._client.log_batch(self._id, metrics=entities)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, *, failed: bool) -> None:
+        if self._own:
+            self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
 TRACKERS: dict[str, Callable[[Path, RunConfig, int | None], Tracker]] = {
@@ -135,7 +191,7 @@ class Trackers:
             try:
                 self._open[name] = TRACKERS[name](run_dir, config, step)
             except Exception as error:
-                self.close()
+                self.close(failed=True)
                 said = str(error).strip().partition("\n")[0] or type(error).__name__
                 raise ConfigError(f"report_to: {name} could not be opened: {said}") from error
 
@@ -143,14 +199,15 @@ class Trackers:
         """Send one step's metrics to every tracker."""
         self._each("log", metrics, step)
 
-    def close(self) -> None:
-        """Close all trackers, which flushes them."""
-        self._each("close")
+    def close(self, *, failed: bool = False) -> None:
+        """Close all trackers but the user's runs. `failed`: the training ended with an error."""
+        self._each("close", failed=failed)
+        self._open = {name: tracker for name, tracker in self._open.items() if not getattr(tracker, "_own", True)}
 
-    def _each(self, what: str, *args: Any) -> None:
+    def _each(self, what: str, *args: Any, **kwargs: Any) -> None:
         for name, tracker in list(self._open.items()):
             try:
-                getattr(tracker, what)(*args)
+                getattr(tracker, what)(*args, **kwargs)
             except Exception as error:
                 del self._open[name]
                 warnings.warn(
@@ -166,5 +223,10 @@ def _kept(run_dir: Path) -> dict[str, str]:
     return found
 
 
-def _keep(run_dir: Path, tracker: str, identity: str) -> None:
-    write_json(run_dir / KEPT, _kept(run_dir) | {tracker: identity}, private=True)
+def _keep(run_dir: Path, **values: str | None) -> None:
+    write_json(run_dir / KEPT, _kept(run_dir) | {k: value for k, value in values.items() if value}, private=True)
+
+
+def _missing(settings: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a tracker's run does not have; what the user set stays."""
+    return {key: value for key, value in settings.items() if key not in known}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import ConfigError, RunConfig
+from .callback_arguments import CallbackArguments, better_if_greater
 
 
 @dataclass
@@ -19,9 +22,68 @@ class TrainerState:
     epoch: float = 0.0
     """Prompts trained on, divided by the training prompts; counted as in `num_train_epochs`."""
     log_history: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of the last step only; earlier ones are in metrics.jsonl."""
+    """The rows of metrics.jsonl, as `on_log` gets them."""
+    best_metric: float | None = None
+    """Best value of `metric_for_best_model` so far; set after `on_evaluate`, as in transformers."""
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    """None: a run keeps its last checkpoints, not its best."""
+    logging_steps: int = 1
+    eval_steps: int = 1
+    save_steps: int = 1
+    train_batch_size: int = 0
+    """Rollouts of a step."""
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    """Tokens sampled, as `num_tokens`."""
+    total_flos: float = 0.0
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, c: RunConfig, train_prompts: int) -> TrainerState:
+        """Return the state before the first step."""
+        return cls(
+            max_steps=c.max_steps,
+            eval_steps=c.eval_steps or c.max_steps,
+            save_steps=c.save_steps,
+            train_batch_size=c.prompts_per_step * c.num_generations,
+            num_train_epochs=math.ceil(c.max_steps * c.prompts_per_step / train_prompts),
+        )
+
+    def log(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Append a row of metrics to the history; return it with `epoch`, and evaluations under TRL's names, too."""
+        row = {**metrics, **trl_names(metrics), "epoch": self.epoch}
+        self.log_history.append(row)
+        return row
+
+    def evaluated(self, metrics: Mapping[str, float], c: RunConfig) -> None:
+        """Remember the best evaluation by `metric_for_best_model`.
+
+        Raises ConfigError at the start of a run if the evaluation does not have that metric.
+        """
+        if c.metric_for_best_model is None:
+            return
+        name = f"eval_{c.metric_for_best_model.removeprefix('eval_').removeprefix('eval/')}"
+        names = trl_names(metrics)
+        if name not in names:
+            if self.global_step == 0:
+                raise ConfigError(
+                    f"metric_for_best_model: the evaluation has no {name}; it has {', '.join(sorted(names))}"
+                )
+            return
+        value, best = names[name], self.best_metric
+        if best is None or (value > best if better_if_greater(c) else value < best):
+            self.best_metric, self.best_global_step = value, self.global_step
+
+
+def trl_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of an evaluation under TRL's names: `eval_pass@1`, and `eval_reward` for `eval/avg@n`."""
+    names = {f"eval_{key.removeprefix('eval/')}": x for key, x in metrics.items() if key.startswith("eval/")}
+    return names | ({"eval_reward": metrics["eval/avg@n"]} if "eval/avg@n" in metrics else {})
 
 
 @dataclass
@@ -33,79 +95,154 @@ class TrainerControl:
     should_save: bool = False
     """Save a checkpoint after this step."""
     should_evaluate: bool = False
-    """Evaluate at the end of the running step, or of the next one if set between two."""
+    """Evaluate after this step, unless it was evaluated already."""
+    should_log: bool = False
+    """Without effect: every step is logged."""
+    should_epoch_stop: bool = False
+    """Refused: steps do not belong to epochs."""
 
 
 class TrainerCallback:
     """Base class of callbacks. All methods are optional, and a class with some of them need not derive from it.
 
-    Each is called with `args` (the RunConfig), `state`, `control`, and by keyword `model` (None if it is in other
-    processes) and `processing_class`. An exception in a callback ends the run; its last checkpoint stays.
+    Each is called with `args` (the configuration, also under TRL's names), `state`, `control`, and by keyword `model`
+    and `optimizer` (None if they are in other processes) and `processing_class`; `lr_scheduler` and the data loaders are
+    None. An exception in a callback ends the run; its last checkpoint stays.
     """
 
-    def on_train_begin(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called before the first step, also of a resume."""
 
-    def on_step_begin(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called before the prompts of a step are selected."""
 
-    def on_step_end(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called after an update. `groups`: all groups that finished in the step, with fates, rewards, advantages."""
 
-    def on_log(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called with `logs`, a step's metrics as in metrics.jsonl. Step 0 has the evaluation at the start."""
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called with `logs`, a step's metrics as in metrics.jsonl, and evaluations under TRL's names, too.
 
-    def on_evaluate(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called with `metrics` of an evaluation: `eval/pass@1`, ..."""
+        Step 0 has the evaluation at the start.
+        """
 
-    def on_save(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called with `metrics` of an evaluation: `eval/pass@1`, ..., and under TRL's names: `eval_pass@1`, ..."""
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called after a checkpoint is written."""
 
-    def on_train_end(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called at the end of a run, also if it is closed before `max_steps`; not after an error."""
 
 
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
+NOT_HERE = {
+    "SyncRefModelCallback": "set sync_ref_model: true",
+    "LogCompletionsCallback": "set log_completions; samples.jsonl and the run's page show them",
+    "WeaveCallback": "set log_completions; samples.jsonl and the run's page show them",
+    "JITCheckpointCallback": "leave it out: a run saves itself when it is interrupted",
+    "ClearMLCallback": "log to ClearML in an on_log of your own",
+    "DagsHubCallback": "set report_to: [mlflow] and MLFLOW_TRACKING_URI",
+    "FlyteCallback": "use push_to_hub, or an on_save of your own",
+    "NeptuneCallback": "log to Neptune in an on_log of your own",
+}
+"""Callbacks of transformers and TRL that need their trainers or folders, and what to write instead."""
+UPLOADS = {
+    "WandbCallback": "WANDB_LOG_MODEL",
+    "MLflowCallback": "HF_MLFLOW_LOG_ARTIFACTS",
+    "DVCLiveCallback": "HF_DVCLIVE_LOG_MODEL",
+}
+"""Callbacks that upload transformers' checkpoint folders if this environment variable asks for it."""
+
+
 class Callbacks:
     """The callbacks of a run, in order."""
 
-    def __init__(self, callbacks: Iterable[Any], max_steps: int) -> None:
-        self.state = TrainerState(max_steps=max_steps)
+    def __init__(self, callbacks: Iterable[Any], config: RunConfig, train_prompts: int) -> None:
+        self.args = CallbackArguments(config)
+        self.state = TrainerState.of(config, train_prompts)
         self.control = TrainerControl()
-        self._all: list[Any] = []
+        self.callbacks: list[Any] = []
         for callback in callbacks:
-            self.add(callback)
+            self.add_callback(callback)
 
-    def add(self, callback: Any) -> None:
-        """Add an object or a class. Raises ConfigError when it has none of the methods; warns of unknown ones."""
+    def add_callback(self, callback: Any) -> None:
+        """Add an object or a class. Raises ConfigError when a run cannot call it; warns of methods never called."""
         callback = callback() if isinstance(callback, type) else callback
         name = type(callback).__name__
         if not any(hasattr(callback, event) for event in EVENTS):
             raise ConfigError(f"callbacks: {name} has none of the methods {', '.join(EVENTS)}")
+        self._require_usable(callback)
         unknown: set[str] = set()
         for kind in type(callback).__mro__:
-            if not kind.__module__.startswith("transformers."):
+            if not kind.__module__.startswith(("transformers.", "trl.")):
                 unknown |= {key for key in vars(kind) if key.startswith("on_")} - set(EVENTS)
         if unknown:
             names = ", ".join(sorted(unknown))
             warnings.warn(f"callbacks: {name}.{names} is never called; a run calls {', '.join(EVENTS)}", stacklevel=3)
-        self._all.append(callback)
+        self.callbacks.append(callback)
 
-    def remove(self, callback: Any) -> None:
-        """Remove a callback, by itself or its class."""
-        self._all = [one for one in self._all if one is not callback and type(one) is not callback]
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, given as itself or its class, and return it; None if it is not one of the run's."""
+        for one in self.callbacks:
+            if one is callback or (isinstance(callback, type) and isinstance(one, callback)):
+                self.callbacks.remove(one)
+                return one
+        return None
 
-    def call(self, event: str, args: RunConfig, **kwargs: Any) -> None:
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, given as itself or its class."""
+        self.pop_callback(callback)
+
+    def call(self, event: str, **kwargs: Any) -> None:
         """Call an event of all callbacks; one may return the control to set it, as in transformers."""
-        for callback in self._all:
+        for callback in [*self.callbacks]:
             method = getattr(callback, event, None)
-            if method is not None:
-                self.control = method(args, self.state, self.control, **kwargs) or self.control
+            if method is None:
+                continue
+            given = kwargs
+            if _foreign(callback):  # it would show an evaluation twice
+                given = {key: _only_trl_names(value) for key, value in kwargs.items()}
+            self.control = method(self.args, self.state, self.control, **given) or self.control
+            if self.control.should_epoch_stop:
+                raise ConfigError(
+                    f"callbacks: {type(callback).__name__} set should_epoch_stop, but steps do not belong to epochs; "
+                    "set should_training_stop"
+                )
 
     def take(self, request: str) -> bool:
         """Return and clear a callback's request: `should_save` or `should_evaluate`."""
         requested = bool(getattr(self.control, request))
         setattr(self.control, request, False)
         return requested
+
+    def _require_usable(self, callback: Any) -> None:
+        """Raise ConfigError for a callback of transformers or TRL that would fail during the run."""
+        for kind in _foreign(callback):
+            name = kind.__name__
+            if name in NOT_HERE:
+                raise ConfigError(f"callbacks: {name} does not work here; {NOT_HERE[name]}")
+            variable = UPLOADS.get(name, "")
+            if os.environ.get(variable, "false").lower() not in ("", "0", "false", "no", "off"):
+                raise ConfigError(
+                    f"callbacks: {name} cannot upload checkpoints ({variable}={os.environ[variable]}); unset {variable}, "
+                    "and use push_to_hub or an on_save of your own"
+                )
+            if name == "EarlyStoppingCallback":
+                c = self.args.config
+                for key, example in (("eval_steps", "10"), ("metric_for_best_model", "eval_reward")):
+                    if getattr(c, key) is None:
+                        raise ConfigError(f"callbacks: {name} needs {key}; set it, e.g. {key}: {example}")
+
+
+def _foreign(callback: Any) -> list[type]:
+    """Return the classes of transformers' or TRL's own that a callback derives from; none for their base class."""
+    kinds = [kind for kind in type(callback).__mro__ if kind.__module__.startswith(("transformers.", "trl."))]
+    return [kind for kind in kinds if kind.__name__ not in ("TrainerCallback", "ExportableState")]
+
+
+def _only_trl_names(value: Any) -> Any:
+    is_metrics = isinstance(value, dict) and any(key.startswith("eval_") for key in value)
+    return {k: v for k, v in value.items() if not k.startswith("eval/")} if is_metrics else value

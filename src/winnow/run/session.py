@@ -21,6 +21,7 @@ from ..base.memory import heap_frozen
 from ..base.state import at
 from ..config import ConfigError, as_saved
 from ..env.base import Task
+from ..env.rewards.rewarder import Rewarder
 from ..learner.off_policy import log_ratios
 from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop
@@ -34,6 +35,7 @@ from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.profile import Profiler
 from ..sampler import SamplersLostError, sampler_options
 from ..sampler.base import SamplerRefusedError
+from ..sampler.in_process import InProcessSampler
 from ..sampler.codec import prompts_of
 from ..types import Group
 from . import checkpoint
@@ -68,6 +70,7 @@ class Session:
         self._callbacks = callbacks
         self._console = console
         self._compare_at = 1
+        self._evaluated_at: int | None = None
         self._metrics: dict[str, float] = {}
         state = checkpoint.load_run_state(found) if found else None
         self._seconds_before = float(state["seconds_total"]) if state else 0.0
@@ -185,6 +188,10 @@ class Session:
             for rollout in (r for group in self.loop.collector.kept_groups() for r in group.rollouts):
                 if rollout.reward is not None:  # without one it is not trained, and may be too long
                     self.built.learner.sizes.require_fit(rollout)
+        for row in read_metrics(self.run_dir):
+            self._at(int(row["step"]))
+            self._callbacks.state.log(row)
+            self._callbacks.state.evaluated(row, self.config)
         self._at(self.loop.step)
         self.built.learner.load(found)
         self.built.sampler.load(found)
@@ -215,7 +222,7 @@ class Session:
         """Mark the task as solved, and evaluate now unless an evaluation was just due."""
         self._solved, step = True, self.loop.step
         if self.config.eval_steps and step % self.config.eval_steps:
-            self._records.metrics(self._totals() | self.evaluate())
+            self._evaluate_and_write()
 
     def step(self) -> dict[str, float]:
         """Run one optimizer step, save if due, and return its metrics. Raises RunStoppedError as `run` does."""
@@ -228,10 +235,26 @@ class Session:
 
     def evaluate(self) -> dict[str, float]:
         """Return held-out metrics of the current policy, booked as evaluation. ConfigError without held-out data."""
-        found = self._evaluate_now(self.loop.step)
+        return self._evaluated(self._evaluate_now(self.loop.step))
+
+    def evaluate_after_end(self, rewarder: Rewarder) -> dict[str, float]:
+        """Return held-out metrics of the last policy after `close`, which closed the run's own rewarder and ledger."""
+        sampler = self.built.sampler
+        if not isinstance(sampler, InProcessSampler):
+            raise ConfigError(f"evaluate: the samplers have ended with the run; run `winnow eval {self.run_dir}`")
+        sampler.runner.rewarder = rewarder
+        return self._evaluated(self._held_out())
+
+    def _evaluated(self, found: Evaluation) -> dict[str, float]:
         metrics = {f"eval/{name}": value for name, value in found.metrics.items()}
-        self._notify("on_evaluate", metrics=metrics)
+        row = self._totals() | metrics
+        self._records.track(row)
+        self._tell(self._callbacks.state.log(row))
         return metrics
+
+    def _evaluate_and_write(self) -> None:
+        """Evaluate between two steps, with a row of its own in metrics.jsonl."""
+        self._records.write(self._totals() | self.evaluate())
 
     def finish(self) -> dict[str, float]:
         """Save the model as a Hugging Face directory and close the ledger; return last evaluation and totals."""
@@ -255,8 +278,9 @@ class Session:
         self._save_if_due(self.loop.step, True)
         self._notify("on_train_end")
 
-    def close(self) -> None:
-        """Close ledger, records and display."""
+    def close(self, *, failed: bool) -> None:
+        """Close ledger, records and display. `failed`: the training ended with an error, as trackers report."""
+        self._records.failed = failed
         self._open_parts.close()
 
     def _compare_again(self, step: int) -> None:
@@ -308,13 +332,17 @@ class Session:
         return self._evaluate_now(step) if self._callbacks.take("should_evaluate") or due else None
 
     def _evaluate_now(self, step: int) -> Evaluation:
-        c, built = self.config, self.built
-        require_held_out(built.task)
-        prompts, success = built.task.test[: c.eval_prompts], built.methods.judge.success
-        found = evaluate(built.sampler.run, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
+        require_held_out(self.built.task)
+        found = self._held_out()
+        self._evaluated_at = step
         self.ledger.evaluation(step, rollouts=found.rollouts, tokens=found.tokens, seconds=found.seconds)
         self._records.samples(step, found.groups, "test")
         return found
+
+    def _held_out(self) -> Evaluation:
+        c, built = self.config, self.built
+        prompts, success = built.task.test[: c.eval_prompts], built.methods.judge.success
+        return evaluate(built.sampler.run, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
 
     def _profile(self, step: int) -> None:
         """Give the selector fresh pass rates of all training prompts, if it asks for them."""
@@ -338,13 +366,21 @@ class Session:
             self._warn(step, message)
         failpoint("record")
         self._metrics = metrics
-        self._callbacks.state.log_history = [dict(metrics)]
+        self._callbacks.state.num_input_tokens_seen = int(metrics["num_tokens"])
+        logs = self._callbacks.state.log(metrics)
         if step:
             self._notify("on_step_end", groups=groups)
-        self._notify("on_log", logs=dict(metrics))
-        evaluation = {key: value for key, value in metrics.items() if key.startswith("eval/")}
+        self._tell(logs)
+        if self._callbacks.take("should_evaluate") and self._evaluated_at != step:
+            self._evaluate_and_write()
+
+    def _tell(self, logs: dict[str, float]) -> None:
+        """Pass metrics to `on_log`, and those of an evaluation to `on_evaluate`."""
+        self._notify("on_log", logs=dict(logs))
+        evaluation = {key: value for key, value in logs.items() if key.startswith(("eval/", "eval_"))}
         if evaluation:
             self._notify("on_evaluate", metrics=evaluation)
+            self._callbacks.state.evaluated(logs, self.config)
 
     def _at(self, step: int) -> None:
         """Report the current step to rewards and callbacks."""
@@ -354,7 +390,9 @@ class Session:
 
     def _notify(self, event: str, **kwargs: Any) -> None:
         model = getattr(self.built.learner, "model", None)
-        self._callbacks.call(event, self.config, model=model, processing_class=self.built.tokenizer, **kwargs)
+        kwargs |= {"optimizer": getattr(self.built.learner, "optimizer", None), "lr_scheduler": None}
+        kwargs |= {"train_dataloader": None, "eval_dataloader": None}
+        self._callbacks.call(event, model=model, processing_class=self.built.tokenizer, **kwargs)
 
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self.built.begun

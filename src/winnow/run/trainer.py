@@ -5,6 +5,8 @@ Trainer(model="path/or/hub-name", env="countdown", config={"max_steps": 200}).tr
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,8 @@ from ..record.records import RunDirectoryError, lock
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError, memory_errors
 from . import checkpoint
 from .assembly import assemble
+from .build import build_rewarder
+from .callback_arguments import CallbackArguments
 from .callbacks import Callbacks, TrainerState
 from .preflight import refuse_changes, refuse_used_directory
 from .resume_keys import resumed_config
@@ -88,7 +92,7 @@ class Trainer:
     def _set_up(self, given: Given, config: RunConfig, callbacks: Iterable[Any], *, resume: bool) -> None:
         self.console = Console(quiet=True)
         self.run_dir = Path(config.output_dir)
-        self._resumed = resume
+        self._resumed, self._rewards = resume, given.reward_list
         self._session: Session | None = None
         self._stop_requested = self._ended = False
         torch.manual_seed(config.seed)
@@ -100,7 +104,7 @@ class Trainer:
             with memory_errors("before the first step"):
                 self._built = built = assemble(config, given, self._checkpoint, resumed=resume)
             self.config = built.config
-            self._callbacks = Callbacks(callbacks, self.config.max_steps)
+            self._callbacks = Callbacks(callbacks, self.config, len(built.task.train))
         except BaseException:
             if self._held is not None:
                 self._held.close()
@@ -129,13 +133,43 @@ class Trainer:
         """Progress of the run."""
         return self._callbacks.state
 
+    @property
+    def args(self) -> CallbackArguments:
+        """The configuration, also under TRL's names."""
+        return self._callbacks.args
+
+    @property
+    def callback_handler(self) -> Callbacks:
+        """The run's callbacks, in `callbacks`."""
+        return self._callbacks
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer, under TRL's name."""
+        return self.tokenizer
+
+    @property
+    def model(self) -> Any:
+        """The model that is trained, wrapped by peft under LoRA; after training with its last weights.
+
+        Raises ConfigError if it is in other processes.
+        """
+        model = getattr(self.learner, "model", None)
+        if model is None:
+            raise ConfigError(f"model: it is in the learner's processes; load '{self.run_dir}/model' after training")
+        return model
+
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, an object or a class. Raises ConfigError if it has no method of `TrainerCallback`."""
-        self._callbacks.add(callback)
+        """Add a callback, an object or a class. Raises ConfigError if a run cannot call it."""
+        self._callbacks.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, given as the object or its class, and return it."""
+        return self._callbacks.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, given as the object or its class."""
-        self._callbacks.remove(callback)
+        self._callbacks.remove_callback(callback)
 
     def train(self, resume_from_checkpoint: Any = None) -> dict[str, float]:
         """Train to the end, once; return the last evaluation and totals.
@@ -162,18 +196,37 @@ class Trainer:
         raise ConfigError(f"max_steps: the run has made its {self.config.max_steps} steps; call finish()")
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the current policy; return held-out metrics such as `eval/pass@1`.
+        """Evaluate the current policy, also after training; return held-out metrics such as `eval/pass@1`.
 
-        Raises ConfigError without held-out data.
+        Trackers and callbacks get them, too; after training, only trackers' runs that you opened. Raises ConfigError
+        without held-out data, or after training with samplers in other processes.
         """
         require_held_out(self.task)
+        if self._ended and self._session is not None:
+            rewarder = build_rewarder(self.config, self.task, self._rewards)
+            try:
+                return self._session.evaluate_after_end(rewarder)
+            finally:
+                rewarder.close()
         with self._running() as session:
             return session.evaluate()
 
-    def save_model(self, output_dir: str | Path) -> None:
-        """Write the current policy as a Hugging Face model directory, adapters merged."""
-        self._built.export(Path(output_dir))
-        readable(Path(output_dir))
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the current policy as a Hugging Face model directory, adapters merged.
+
+        The run's folder has a config.json of its own. Without `output_dir`, or with the run's, the model is therefore
+        in its `model/`, which the end of a run writes, or in `model-at-step-N/` while it goes on.
+        """
+        target = Path(output_dir or self.run_dir)
+        if target.resolve() == self.run_dir.resolve():
+            target = self.run_dir / ("model" if self._ended else f"model-at-step-{self.state.global_step}")
+            warnings.warn(f"save_model: the model is in {target}, as the run's files are in its folder", stacklevel=2)
+        if self._ended and getattr(self.learner, "model", None) is None:
+            if target.resolve() != (self.run_dir / "model").resolve():
+                shutil.copytree(self.run_dir / "model", target, dirs_exist_ok=True)
+            return
+        self._built.export(target)
+        readable(target)
 
     def stop(self) -> None:
         """Make `train()` save and end after the current step. May be called from another thread."""
@@ -190,10 +243,13 @@ class Trainer:
 
     def close(self) -> None:
         """Save a checkpoint and end, without `model/`; `Trainer.resume` continues from there."""
+        self._leave(failed=False)
+
+    def _leave(self, *, failed: bool) -> None:
         if self._session is not None and not self._ended:
             with self._running() as session:
                 session.leave()
-        self._end()
+        self._end(failed=failed)
 
     def __enter__(self) -> Trainer:
         return self
@@ -203,7 +259,7 @@ class Trainer:
         if done and kind is None and not self._ended:
             self.finish()
         else:  # an error between two steps loses nothing either
-            self.close()
+            self._leave(failed=kind is not None)
 
     @contextmanager
     def _running(self) -> Iterator[Session]:
@@ -221,10 +277,10 @@ class Trainer:
             self._end()
             raise
         except LearnerLostError as error:  # its weights are lost; only the last checkpoint is left
-            self._end()
+            self._end(failed=True)
             raise RunStoppedError(f"{error}\ngo on with: winnow resume {self.run_dir}") from None
         except BaseException:
-            self._end()
+            self._end(failed=True)
             raise
 
     def _begun(self) -> Session:
@@ -237,11 +293,11 @@ class Trainer:
         session.stop_requested = self._stop_requested
         return session
 
-    def _end(self) -> None:
+    def _end(self, *, failed: bool = False) -> None:
         if not self._ended:
             self._ended = True
             if self._session is not None:
-                self._session.close()
+                self._session.close(failed=failed)
             self._built.close()
             if self._held is not None:
                 self._held.close()

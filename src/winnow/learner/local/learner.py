@@ -338,6 +338,11 @@ class LocalLearner:
 
     def close(self) -> None: ...
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, as callbacks get it."""
+        return self._optimizer
+
     def _clipped(self) -> torch.Tensor:
         """Clip all gradients; return their norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm or math.inf)
