@@ -53,7 +53,7 @@ def of_wandb(run: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any]]:
                 known["name"].add(record.run.display_name)
             elif record.WhichOneof("record_type") == "history":
                 row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-                found[int(row["_step"])] = row
+                found[int(row["train/global_step"])] = row
     return found, known
 
 

@@ -106,8 +106,8 @@ class TrainerCallback:
     """Base class of callbacks. All methods are optional, and a class with some of them need not derive from it.
 
     Each is called with `args` (the configuration, also under TRL's names), `state`, `control`, and by keyword `model`
-    and `optimizer` (None if they are in other processes) and `processing_class`; `lr_scheduler` and the data loaders are
-    None. An exception in a callback ends the run; its last checkpoint stays.
+    and `optimizer` (None if they are in other processes) and `processing_class`; `lr_scheduler` and the data loaders
+    are None. An exception in a callback ends the run; its last checkpoint stays.
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -227,7 +227,7 @@ class Callbacks:
             variable = UPLOADS.get(name, "")
             if os.environ.get(variable, "false").lower() not in ("", "0", "false", "no", "off"):
                 raise ConfigError(
-                    f"callbacks: {name} cannot upload checkpoints ({variable}={os.environ[variable]}); unset {variable}, "
+                    f"callbacks: {name} cannot upload checkpoints ({variable}={os.environ[variable]}); unset it, "
                     "and use push_to_hub or an on_save of your own"
                 )
             if name == "EarlyStoppingCallback":

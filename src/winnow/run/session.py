@@ -35,8 +35,8 @@ from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.profile import Profiler
 from ..sampler import SamplersLostError, sampler_options
 from ..sampler.base import SamplerRefusedError
-from ..sampler.in_process import InProcessSampler
 from ..sampler.codec import prompts_of
+from ..sampler.in_process import InProcessSampler
 from ..types import Group
 from . import checkpoint
 from .assembly import Assembly
