@@ -17,7 +17,7 @@ from winnow.base.weights import Weights, state_of
 from winnow.config import validate
 from winnow.engine import ModelReference
 from winnow.engine.local.engine import LocalEngine
-from winnow.record.watchdogs import GAP, Watchdogs, first_gap
+from winnow.record.watchdogs import GAP, Watchdogs, first_figures
 from winnow.rollout.evaluate import Evaluation
 from winnow.run.prompt_example import PromptExample
 from winnow.run.session import Session
@@ -228,9 +228,9 @@ def test_the_first_difference_is_found_again(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     lines = [b'{"step": 0}', b"\xff", json.dumps({"step": 1, GAP: 0.25}).encode(), json.dumps({GAP: 9}).encode()]
     file.write_bytes(b"\n".join(lines))
-    assert first_gap(file) == 0.25
+    assert first_figures(file) == {GAP: 0.25}
     file.write_bytes(b"")
-    assert first_gap(file) is None
+    assert first_figures(file) == {}
 
 
 def test_reward_functions_that_are_never_asked() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from winnow.config import validate
-from winnow.record.collapse import PATIENCE, ess_message, low_ess, reward_collapse
+from winnow.record.collapse import ENTROPY, PATIENCE, ess_message, low_ess, reward_collapse
 from winnow.record.watchdogs import Watchdogs
 
 
@@ -58,3 +58,27 @@ def test_noise_alone_is_no_fall(seed: int) -> None:
     draw = random.Random(seed)
     values: list[float | None] = [0.05 + 0.2 * i / 400 + draw.gauss(0, 0.02) for i in range(400)]
     assert reward_collapse(rows_of("reward", values)) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "easy", "step"),
+    [
+        ([2.0, 1.0, *[0.19] * 9], 0.0, 2 + PATIENCE),
+        ([2.0, *[0.19] * (PATIENCE - 1), 0.3, *[0.1] * 9], 0.4, 1 + 2 * PATIENCE),
+        ([2.0, *[0.19] * 9], 0.6, None),  # it solves the task
+        ([2.0, *[0.21] * 9], 0.0, None),
+        ([0.05] * 9, 0.0, None),  # it was so from the start
+        ([0.0] * 9, 0.0, None),
+    ],
+)
+def test_a_fall_of_the_entropy(values: list[float | None], easy: float, step: int | None) -> None:
+    watchdogs = Watchdogs(validate({"model": "m", "env": "countdown"}))
+    rows = [row | {"frac_zero_easy": easy} for row in rows_of(ENTROPY, values)]
+    fired = {row["step"]: message for row in rows for message in watchdogs.observe(row)}
+    assert list(fired) == ([] if step is None else [step])
+    assert all("nearly deterministic: the entropy is 0.1" in message for message in fired.values())
+
+
+def test_a_resumed_run_is_compared_with_its_first_step() -> None:
+    watchdogs = Watchdogs(validate({"model": "m", "env": "countdown"}), {ENTROPY: 2.0})
+    assert sum(len([*watchdogs.observe(row)]) for row in rows_of(ENTROPY, [0.1] * 9)) == 1

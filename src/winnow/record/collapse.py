@@ -1,4 +1,5 @@
-"""Detect a collapsing run from its metrics: few rollouts dominate the updates; the reward has fallen.
+"""Detect a collapsing run from its metrics: few rollouts dominate the updates; the policy has become deterministic; the
+reward has fallen.
 
 Under a large lag the effective sample size falls first and the reward follows (VCPO, section 3.1 and appendix A).
 """
@@ -15,6 +16,11 @@ LOW = 0.3
 PATIENCE = 5
 """Consecutive updates that must be so."""
 ADVICE = "updates are dominated by few rollouts; lower max_lag, or use step_scale: ess"
+
+
+ENTROPY = "sampling/entropy"
+DETERMINISTIC = 0.1
+"""Share of the first step's entropy below which the policy has collapsed, unless it solves most prompts."""
 
 
 def ess_of(metrics: Metrics) -> float | None:
@@ -45,6 +51,21 @@ def ess_message(spell: Sequence[Metrics]) -> str:
     return (
         f"the effective sample size was under {LOW:.0%} of the rollouts for {len(spell)} updates, from step "
         f"{spell[0]['step']:.0f}: {ADVICE}"
+    )
+
+
+def entropy_message(rows: Sequence[Metrics], first: float) -> str | None:
+    """Return a warning if all of `PATIENCE` steps had an entropy under `DETERMINISTIC` of the first step's, else None.
+
+    A policy that solves most of the groups may well be deterministic.
+    """
+    low = [row for row in rows if row[ENTROPY] < DETERMINISTIC * first and row.get("frac_zero_easy", 0.0) < 0.5]
+    if len(low) < PATIENCE:
+        return None
+    return (
+        f"the policy has become nearly deterministic: the entropy is {low[-1][ENTROPY]:.2g} nats a token, {first:.2g} at "
+        "the first step, so siblings repeat each other and fewer groups teach; raise temperature, epsilon_high or "
+        "entropy_coef, or lower learning_rate"
     )
 
 

@@ -41,6 +41,8 @@ class Tally:
         """This and `rollouts` include greedy baselines, which other figures leave out."""
         self.decoded_tokens = 0
         """Sampled tokens that took a decoding step of their own."""
+        self.drawn_tokens, self.drawn_nats = 0, 0.0
+        """Sampled tokens without greedy baselines, and minus the sum of their log-probabilities."""
         self.truncated = 0
         self.failed = Failures()
         self.refused: Counter[str] = Counter()
@@ -91,6 +93,8 @@ class Tally:
             if rollout.greedy:
                 continue
             self.lengths.append(tokens)
+            self.drawn_tokens += tokens
+            self.drawn_nats -= float(rollout.sampler_logp[rollout.action_mask].sum(dtype=np.float64))
             self.truncated += rollout.stop_reason == "length"
             self.turns.append(len(rollout.turns))
             for turn in rollout.turns:
@@ -142,6 +146,9 @@ class Tally:
             metrics["segments/mean"] = float(np.mean(self.segments))
         if self.barrier_wait_s:
             metrics["barrier_wait_s"] = self.barrier_wait_s
+        if 0 < self.drawn_nats < np.inf:  # some engines give no log-probabilities, which are then 0 or NaN
+            # -log p of a sampled token is an unbiased estimate of the entropy; an update has the exact one of its rows
+            metrics["entropy"] = metrics["sampling/entropy"] = self.drawn_nats / self.drawn_tokens
         if self.distinct:
             metrics["completions/distinct"] = float(np.mean(self.distinct))
         if self.rewards:

@@ -10,10 +10,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ..base.files import from_json
 from ..config import RunConfig
-from .collapse import PATIENCE, ess_message, ess_of, low_ess
+from .collapse import ENTROPY, PATIENCE, entropy_message, ess_message, ess_of, low_ess
 
 Metrics = Mapping[str, float]
 GAP = "sampling/sampling_logp_difference/mean"
@@ -35,14 +36,15 @@ MISSED = 0.3
 class Watchdogs:
     """Checks every step's metrics, and probes of engine and learner.
 
-    `first_gap`: the difference at the first step of a resumed run. `functions`: names of the reward functions;
-    `in_threads`: those that run in a thread of this process. `opening`: a tag such as `<think>` that prompts end in.
+    `first`: figures of the first step of a resumed run, as `first_figures` returns them. `functions`: names of the reward
+    functions; `in_threads`: those that run in a thread of this process. `opening`: a tag such as `<think>` that prompts
+    end in.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        first_gap: float | None = None,
+        first: Metrics = MappingProxyType({}),
         functions: Collection[str] = (),
         in_threads: Collection[str] = (),
         opening: str = "",
@@ -51,7 +53,9 @@ class Watchdogs:
         self._functions = functions
         self._in_threads = in_threads
         self._opening = opening
-        self._first_gap = first_gap
+        self._first_gap, self._first_entropy = first.get(GAP), first.get(ENTROPY)
+        self._sampled: deque[Metrics] = deque(maxlen=PATIENCE)
+        """The latest steps with samples, to see whether the policy has become deterministic."""
         self._updates: deque[Metrics] = deque(maxlen=PATIENCE)
         """The latest updates, to see whether few rollouts dominate them."""
         self._same: dict[str, tuple[float, int]] = {}
@@ -61,7 +65,7 @@ class Watchdogs:
         self._still = 0
         """Consecutive steps with almost no learning rate."""
         self._rules: list[Callable[[Metrics], str | None]] = [
-            *(self._low_ess, self._old_weights, self._no_evaluation, self._no_learning),
+            *(self._low_ess, self._low_entropy, self._old_weights, self._no_evaluation, self._no_learning),
             *(self._near_misses, self._not_asked),
         ]
 
@@ -86,6 +90,14 @@ class Watchdogs:
             self._updates.append(row)
         spell = low_ess(self._updates)
         return ess_message(spell) if spell else None
+
+    def _low_entropy(self, row: Metrics) -> str | None:
+        if ENTROPY not in row:
+            return None
+        if self._first_entropy is None:
+            self._first_entropy = row[ENTROPY]
+        self._sampled.append(row)
+        return entropy_message(self._sampled, self._first_entropy)
 
     def _old_weights(self, row: Metrics) -> str | None:
         if GAP not in row or row.get("lag/max", 0) > 0 or self._config.num_iterations > 1:
@@ -189,14 +201,16 @@ class Watchdogs:
         )
 
 
-def first_gap(metrics: Path) -> float | None:
-    """Return the gap of engine and learner at the first step that has it, else None."""
+def first_figures(metrics: Path) -> dict[str, float]:
+    """Return the gap of engine and learner and the entropy at the first steps that have them."""
+    found: dict[str, float] = {}
     with metrics.open("rb") as lines:
         for line in lines:
             try:
                 row = from_json(line)
             except ValueError:
                 continue  # its damage is reported elsewhere
-            if GAP in row:
-                return float(row[GAP])
-    return None
+            found = {key: float(row[key]) for key in (GAP, ENTROPY) if key in row} | found
+            if len(found) == 2:
+                break
+    return found

@@ -29,7 +29,7 @@ from ..record.ledger import Ledger
 from ..record.progress import Display
 from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, fingerprints_of, read_metrics
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError
-from ..record.watchdogs import Watchdogs, first_gap
+from ..record.watchdogs import Watchdogs, first_figures
 from ..reuse import Reuse
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.profile import Profiler
@@ -102,8 +102,8 @@ class Session:
             self._start_sampler()
         self._display = stack.enter_context(Display(self._console, start=self.loop.step, max_steps=c.max_steps))
         rewarder = built.rewarder
-        gap, opening = first_gap(self.run_dir / METRICS), example.opening if example else ""
-        self._watchdogs = Watchdogs(c, gap, rewarder.names, rewarder.in_threads, opening)
+        first, opening = first_figures(self.run_dir / METRICS), example.opening if example else ""
+        self._watchdogs = Watchdogs(c, first, rewarder.names, rewarder.in_threads, opening)
         self._look_at_agreement(self.loop.step)
         self._look_at_success(self.loop.step)
         self._notify("on_train_begin")
