@@ -297,3 +297,14 @@ def test_all_methods_together(advantage: str | None, arguments: dict[str, Any], 
     for i, methods in enumerate(m for m in combinations() if m["advantage"] == advantage):
         (tmp_path / str(i)).mkdir()
         two_steps(methods, arguments, tmp_path / str(i) / "out")
+
+
+def test_a_reward_that_compares_siblings_is_refused_where_groups_come_in_parts(arguments: dict[str, Any]) -> None:
+    def ranked(completions: list[str], **columns: Any) -> list[float]:
+        return [sorted(completions).index(c) / len(completions) for c in completions]
+
+    ranked.compares_siblings = True  # type: ignore[attr-defined]
+    parts = {"group_size": {"name": "sequential", "probe": 2}, "advantage": "grpo"}
+    with pytest.raises(ConfigError, match="ranked compares siblings .* group_size: sequential scores the first 2"):
+        WinnowGRPOTrainer(**arguments | {"reward_funcs": ranked}, **parts)
+    WinnowGRPOTrainer(**arguments | {"reward_funcs": ranked})

@@ -6,12 +6,16 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from ..config import ConfigError, MethodSpec, RunConfig, method, name_of, validate
 from ..env.base import Task
+from ..env.workers.functions import compares_siblings
 from ..methods.advantage import ADVANTAGES, InUpdate
 from ..methods.select import SELECTORS
 from ..run.build_methods import Methods, build_methods, build_success
 from ..run.engine_choice import AUTO
+from ..run.preflight import require_whole_groups
 from .trl_engine import TrlModel, with_precision
 
 SCALES: dict[str, MethodSpec] = {
@@ -83,9 +87,15 @@ def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool, own_a
     """
     names = {name: name for name in trainer.reward_func_names}
     m = build_methods(c, task.train, build_success(c, task, names, trainer.args.reward_weights))
+    marks = {name: _mark(function) for name, function in zip(names, trainer.reward_funcs, strict=True)}
+    require_whole_groups(c, m, marks)
     for reason in (*_reasons(trainer, c, m, by_engine), *_of_own_advantages(trainer, c, m, own_advantages)):
         raise ConfigError(reason)
     return m
+
+
+def _mark(function: Any) -> bool | None:
+    return False if isinstance(function, torch.nn.Module) else compares_siblings(function)
 
 
 def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterator[str]:

@@ -35,7 +35,7 @@ from ..rollout.evaluate import RollOut
 from ..sampler import sampler_options
 from ..types import Job, Prompt, Visit
 from .build import sampling_params
-from .build_methods import step_options
+from .build_methods import Methods, step_options
 from .prompt_example import warn_of_plain_text
 from .resume_keys import MAY_CHANGE_ON_RESUME
 
@@ -119,6 +119,38 @@ def check_rewards(task: Task, first: Prompt, rewarder: Rewarder) -> None:
         raise ConfigError(
             f"reward_funcs: {', '.join(rewarder.names)} would never be asked: the environment gives the reward; remove "
             "them, or get_reward if you wrote it (TRL adds both: let get_reward do that)"
+        )
+
+
+def require_whole_groups(c: RunConfig, m: Methods, comparing: Mapping[str, bool | None]) -> None:
+    """Raise ConfigError where a reward function that compares siblings would not see them all at once.
+
+    `comparing`: the mark of each function. Warn of those without one where groups are scored in parts.
+    """
+    marked = [name for name, mark in comparing.items() if mark]
+    unmarked = [name for name, mark in comparing.items() if mark is None]
+    compares = f"reward_funcs: {', '.join(marked)} compares siblings (compares_siblings)"
+    if marked and m.group_size.in_parts:
+        raise ConfigError(
+            f"{compares}, but group_size: {name_of(c.group_size)} scores the first {m.group_size.smallest} of a group "
+            "before the others are sampled; use group_size: fixed"
+        )
+    if marked and m.advantage.greedy_baseline:
+        raise ConfigError(
+            f"{compares}, but advantage: {name_of(c.advantage)} subtracts the reward of a greedy rollout, which is "
+            "scored alone; use another advantage"
+        )
+    if marked and c.gates and step_options(c).unbiased:
+        raise ConfigError(
+            f"{compares}, but unbiased weights need rewards that do not depend on which siblings were pruned; remove "
+            "unbiased, or gates"
+        )
+    if unmarked and m.group_size.in_parts:
+        warnings.warn(
+            f"group_size: {name_of(c.group_size)} scores the first {m.group_size.smallest} of a group before the others "
+            f"are sampled. If {' or '.join(unmarked)} compares siblings, use group_size: fixed; if not, set its "
+            "attribute compares_siblings = False",
+            stacklevel=2,
         )
 
 

@@ -30,6 +30,7 @@ from ..workers.functions import (
     LOGGERS,
     VERL_ARGUMENTS,
     RewardLogs,
+    compares_siblings,
     describe_error,
     function_name,
     load_function,
@@ -71,19 +72,23 @@ class _Function:
     """Arguments for each completion; None: one call a group."""
     model: RewardModel | None = None
     """Set if `call` is a reward model."""
+    compares: bool | None = False
+    """Whether it compares siblings; None: its author does not say."""
 
 
 @dataclass(eq=False)
 class _Pending:
-    """One function's answer for the rollouts of a group."""
+    """One function's answer for some rollouts of a group."""
 
     function: _Function
+    rollouts: list[Rollout]
     futures: list[Future[Any]]
     """One for each rollout, or a single one for all."""
     logs: RewardLogs
 
-    def outcomes(self, n: int) -> list[Outcome]:
-        """Return an outcome for each of n rollouts. Takes over a worker's logs."""
+    def outcomes(self) -> list[Outcome]:
+        """Return an outcome for each rollout. Takes over a worker's logs."""
+        n = len(self.rollouts)
         if self.function.arguments is not None:
             return [read_score(_result(f)) for f in self.futures]
         result = _result(self.futures[0])
@@ -166,6 +171,11 @@ class Rewarder:
         return {name for f in self._functions for name in f.parameters}
 
     @property
+    def comparing(self) -> dict[str, bool | None]:
+        """Return for each function whether it compares siblings; None: its author does not say."""
+        return {f.name: f.compares for f in self._functions}
+
+    @property
     def in_threads(self) -> list[str]:
         """Return the names of user functions that run in a thread of this process."""
         called = [(f.name, f.call) for f in self._functions if f.call is not None and f.model is None]
@@ -184,16 +194,25 @@ class Rewarder:
                 function.model.require_chat_template()
 
     def start(self, group: Group, environments: Sequence[Any] | None = None) -> None:
-        """Start scoring the rollouts without fate or reward. Raises ValueError if the group is being scored."""
+        """Start scoring the rollouts without fate or reward, a greedy baseline in a call of its own.
+
+        Raises ValueError if the group is being scored.
+        """
         if any(work.group is group for work in self._work):
             raise ValueError(f"group of visit {group.visit.number} is being scored already")
-        chosen = [i for i, r in enumerate(group.rollouts) if r.fate is None and r.reward is None]
-        rollouts = [group.rollouts[i] for i in chosen]
-        arguments = arguments_of(group, rollouts)
-        arguments["environments"] = None if environments is None else [environments[i] for i in chosen]
-        arguments["trainer_state"] = self.trainer_state
-        pending = [self._begin(f, arguments) for f in self._functions] if rollouts else []
-        self._work.append(_Work(group, rollouts, pending))
+        work = _Work(group, [], [])
+        for greedy in (False, True):
+            chosen = [i for i, r in enumerate(group.rollouts) if r.fate is None and r.reward is None]
+            chosen = [i for i in chosen if group.rollouts[i].greedy == greedy]
+            if not chosen:
+                continue
+            rollouts = [group.rollouts[i] for i in chosen]
+            arguments = arguments_of(group, rollouts)
+            arguments["environments"] = None if environments is None else [environments[i] for i in chosen]
+            arguments["trainer_state"] = self.trainer_state
+            work.rollouts += rollouts
+            work.pending += [self._begin(f, rollouts, arguments) for f in self._functions]
+        self._work.append(work)
 
     def unfinished(self) -> list[Future[Any]]:
         """Return the pending results of functions."""
@@ -257,7 +276,7 @@ class Rewarder:
         parameters = parameters_of(spec)
         if set(VERL_ARGUMENTS) <= set(parameters):
             return _Function(function_name(spec), weight, {"**": False}, call=spec, arguments=verl_arguments)
-        return _Function(function_name(spec), weight, parameters, call=spec)
+        return _Function(function_name(spec), weight, parameters, call=spec, compares=compares_siblings(spec))
 
     def _by_name(self, target: str, weight: float) -> _Function:
         if ":" not in target:
@@ -273,11 +292,11 @@ class Rewarder:
             raise TargetError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
         if set(VERL_ARGUMENTS) <= set(found["parameters"]):
             return _Function(found["name"], weight, {"**": False}, target=target, arguments=verl_arguments)
-        return _Function(found["name"], weight, found["parameters"], target=target)
+        return _Function(found["name"], weight, found["parameters"], target=target, compares=found["compares"])
 
-    def _begin(self, function: _Function, arguments: dict[str, Any]) -> _Pending:
-        n = len(arguments["completions"])
-        pending = _Pending(function, [], RewardLogs(n))
+    def _begin(self, function: _Function, rollouts: list[Rollout], arguments: dict[str, Any]) -> _Pending:
+        n = len(rollouts)
+        pending = _Pending(function, rollouts, [], RewardLogs(n))
         columns = {name: value for name, value in arguments.items() if name not in STANDARD}
         try:
             check_columns(function.name, function.parameters, columns)
@@ -320,17 +339,18 @@ class Rewarder:
         return self._calls.submit(partial(called_noticing, bound, notice))
 
     def _settle(self, work: _Work) -> None:
-        by_rollout: list[list[Outcome]] = [[] for _ in work.rollouts]
+        by_rollout: dict[int, list[Outcome]] = {id(rollout): [] for rollout in work.rollouts}
         for pending in work.pending:
-            outcomes = pending.outcomes(len(work.rollouts))
-            self._metrics.extend((name, value) for name, value in pending.logs.metrics)
+            outcomes = pending.outcomes()
+            if not pending.rollouts[0].greedy:
+                self._metrics.extend((name, value) for name, value in pending.logs.metrics)
             for column, values in pending.logs.extra.items():
-                for rollout, value in zip(work.rollouts, values, strict=True):
+                for rollout, value in zip(pending.rollouts, values, strict=True):
                     rollout.extra[column] = value
-            for row, outcome in zip(by_rollout, outcomes, strict=True):
-                row.append(outcome)
-        for rollout, row in zip(work.rollouts, by_rollout, strict=True):
-            self._write(rollout, row)
+            for rollout, outcome in zip(pending.rollouts, outcomes, strict=True):
+                by_rollout[id(rollout)].append(outcome)
+        for rollout in work.rollouts:
+            self._write(rollout, by_rollout[id(rollout)])
 
     def _said(self, function: _Function, error: Exception) -> str:
         if isinstance(error, WorkerError):

@@ -10,6 +10,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,14 +43,26 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, bool]:
     return found
 
 
+def compares_siblings(function: Any) -> bool | None:
+    """Return the mark `compares_siblings` of a reward function; None without one."""
+    while isinstance(function, partial):
+        function = function.func
+    own = str(getattr(function, "__module__", "")).startswith("winnow.")
+    mark = getattr(function, "compares_siblings", False if own else None)
+    if not isinstance(mark, bool | None):
+        raise TargetError(f"reward {function_name(function)}: compares_siblings must be True or False ({mark!r})")
+    return mark
+
+
 def function_name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def inspect_function(target: str) -> dict[str, Any]:
-    """Return `{name, parameters}` of a function by name, which a parent asks of a worker before it trusts a target."""
+    """Return `{name, parameters, compares}` of a function by name, which a parent asks before it trusts a target."""
     function = load_function(target)
-    return {"name": function_name(function), "parameters": parameters_of(function)}
+    known = {"name": function_name(function), "parameters": parameters_of(function)}
+    return known | {"compares": compares_siblings(function)}
 
 
 def call_function(target: str, kwargs: dict[str, Any], n: int, loggers: Sequence[str] = ()) -> dict[str, Any]:
