@@ -197,6 +197,7 @@ class RunConfig(BaseModel):
     # checkpoints, logs, hub and trackers
     save_steps: int = Field(50, ge=1)
     save_total_limit: int | None = Field(2, ge=1)
+    resume: Literal["warn", "strict"] = "warn"
     save_dtype: Literal["auto"] | SaveDtype | dict[str, SaveDtype] = "auto"
     log_completions: int = Field(8, ge=0)
     push_to_hub: bool = False

@@ -40,7 +40,7 @@ except ImportError:
 
 METHODS = frozenset(
     ("selector", "rollout_batch", "group_size", "filter", "gates", "advantage", "step_scale", "audit", "engine")
-) | {"max_failed_share", "max_skipped_steps", "success"}
+) | {"max_failed_share", "max_skipped_steps", "success", "resume"}
 """Winnow's own arguments, with values as in its configuration."""
 
 
@@ -74,7 +74,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
     - `selector`, `rollout_batch`, `group_size`, `filter`, `gates`, `advantage`, `step_scale`, `audit`: as in Winnow's
       configuration, names or `{name: ..., options}`. Without `advantage` TRL's own advantages are kept.
     - `success`: what counts as right. `max_failed_share`, `max_skipped_steps`: when the run ends; without them it
-      continues as TRL does.
+      continues as TRL does. `resume="strict"`: refuse a resume with rewards, tools or callbacks that have changed.
     - `engine`: Winnow's `local` or `vllm` generates instead of TRL, as gates and environments require.
     - `env`: a Winnow task instead of `train_dataset`, with its multi-turn environments; reward it with `env_reward`.
 

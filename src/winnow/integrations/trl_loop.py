@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..run.build_methods import build_collector, method_charts, step_options
 from ..run.checkpoint import load_state_in_trl, understood
 from ..run.preflight import refuse_used_directory
 from ..run.resume_keys import MAY_CHANGE_ON_RESUME
+from ..run.user_code import changes, code_of
 from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
 from .trl_batch import Tensors, batch_of, widened
@@ -57,7 +59,7 @@ class LoopInTrl:
         self._step = 0
         self._collector: Collector | None = None
         self._resumed: dict[str, Any] | None = None
-        self._resumed_from = Path()
+        self._resumed_from, self._changed = Path(), ""
         self._batch: Batch | None = None
         self._in_batch: list[Rollout] = []
         """Rollouts of the batch's rows."""
@@ -149,7 +151,15 @@ class LoopInTrl:
             "task": self._task.fingerprint(),
             "offsets": self._records.offsets(),
             "ledger": self._ledger.mark(),
+            "code": self._code,
         }
+
+    @cached_property
+    def _code(self) -> dict[str, str]:
+        """Digests of the user's code when training began."""
+        t = self._trainer
+        given = [*t.reward_funcs, t.rollout_func, self._task, *(t.tools or ()), t.environment_factories]
+        return code_of(self.config, [*given, *t.callback_handler.callbacks])
 
     def load_state_dict(self, path: Path) -> None:
         """Raises RunDirectoryError for one of other data or methods, CheckpointError for what is no checkpoint."""
@@ -167,10 +177,12 @@ class LoopInTrl:
         if changed or state["task"] != self._task.fingerprint():
             what = ", ".join(changed) or "train_dataset"
             raise RunDirectoryError(f"{path}: saved with other {what}; go on with the same, or start a new run")
+        strict = self.config.resume == "strict"
+        self._changed = changes(state.get("code", {}), self._code, state["loop"]["step"], strict=strict)
         self._resumed, self._resumed_from = state, path
 
     def _begin(self) -> Collector:
-        c, m, state = self.config, self._methods, self._resumed
+        c, m, state, _ = self.config, self._methods, self._resumed, self._code
         private_directory(self.run_dir)
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
         write_json(self.run_dir / CHARTS, method_charts(c), private=True)
@@ -183,6 +195,8 @@ class LoopInTrl:
             ledger.set_meta("success", str(m.judge.success))
             ledger.set_meta("finished", "false")
         self._records = Records(self.run_dir, c, (state or {}).get("offsets"), tokenizer=self._trainer._tokenizer)
+        if self._changed:
+            self._warn(self._changed)
         no_fault = frozenset() if "max_failed_share" in c.model_fields_set else frozenset({NO_REWARD})
         masks = c.mask_truncated_completions
         limits = Limits(ENDLESS, c.max_failed_share, c.max_skipped_steps, masks, no_fault)
@@ -233,9 +247,12 @@ class LoopInTrl:
         metrics = collector.end_step(self._step - 1, batch.groups, update)
         self._record(metrics, batch.finished)
         for message in collector.warnings(batch.finished):
-            self._records.warning(self._step, message)
-            warnings.warn(message, stacklevel=2)
+            self._warn(message)
         self._sampler.forget()
+
+    def _warn(self, message: str) -> None:
+        self._records.warning(self._step, message)
+        warnings.warn(message, stacklevel=3)
 
     def _tensors(self, batch: Batch) -> dict[str, Any]:
         """Return TRL's tensors of the trained rollouts; those without a reward (failed, pruned) are absent."""

@@ -73,12 +73,15 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def fingerprints_of(run_dir: Path) -> dict[str, str]:
-    """Return digests of the run's task, tokenizer, base model and reward functions; empty before it has begun."""
+def fingerprints_of(run_dir: Path, name: str = "fingerprints") -> dict[str, str]:
+    """Return digests of the run's task, tokenizer, base model and reward functions; empty before it has begun.
+
+    `name`: another set of digests from its start, such as `code`; empty for a version that has none.
+    """
     if not (run_dir / START).exists():
         return {}
     with Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
-        return dict(json.loads(ledger.get_meta("fingerprints") or "{}"))
+        return dict(json.loads(ledger.get_meta(name) or "{}"))
 
 
 def lock(run_dir: Path) -> IO[str]:

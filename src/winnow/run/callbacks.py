@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,6 +167,9 @@ class Callbacks:
         self.callbacks: list[Any] = []
         for callback in callbacks:
             self.add_callback(callback)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.callbacks)
 
     def add_callback(self, callback: Any) -> None:
         """Add an object or a class. Raises ConfigError when a run cannot call it; warns of methods never called."""

@@ -61,6 +61,8 @@ class SavedState(State):
     config: dict[str, Any]
     offsets: dict[str, Count]
     ledger: Annotated[dict[str, Mark], AfterValidator(_of_every_table)]
+    code: dict[str, str] = Field(default_factory=dict)
+    """Digests of the user's code; absent from those of version 0.2."""
 
 
 class StateInTrl(SavedState):

@@ -147,8 +147,8 @@ def require_whole_groups(c: RunConfig, m: Methods, comparing: Mapping[str, bool 
         )
     if unmarked and m.group_size.in_parts:
         warnings.warn(
-            f"group_size: {name_of(c.group_size)} scores the first {m.group_size.smallest} of a group before the others "
-            f"are sampled. If {' or '.join(unmarked)} compares siblings, use group_size: fixed; if not, set its "
+            f"group_size: {name_of(c.group_size)} scores the first {m.group_size.smallest} of a group before the "
+            f"others are sampled. If {' or '.join(unmarked)} compares siblings, use group_size: fixed; if not, set its "
             "attribute compares_siblings = False",
             stacklevel=2,
         )

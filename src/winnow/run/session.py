@@ -47,6 +47,7 @@ from .interrupt import StopSignals
 from .model_card import write_card
 from .preflight import NothingSampledError
 from .prompt_example import PromptExample, prompt_example
+from .user_code import changes, code_of
 
 
 def require_held_out(task: Task) -> None:
@@ -81,6 +82,9 @@ class Session:
     def _open(self, stack: ExitStack, state: Mapping[str, Any] | None, found: Path | None) -> None:
         c, built = self.config, self.built
         self._require_same(state["fingerprints"] if state else fingerprints_of(self.run_dir))
+        self._code = code_of(c, [*built.rewarder.specs, built.task, *self._callbacks])
+        known = state.get("code", {}) if state else fingerprints_of(self.run_dir, "code")
+        changed = changes(known, self._code, state["loop"]["step"] if state else 0, strict=c.resume == "strict")
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
         write_json(self.run_dir / CHARTS, method_charts(c), private=True)
         built.machine.say(self._console)
@@ -104,6 +108,8 @@ class Session:
         rewarder = built.rewarder
         first, opening = first_figures(self.run_dir / METRICS), example.opening if example else ""
         self._watchdogs = Watchdogs(c, first, rewarder.names, rewarder.in_threads, opening)
+        if changed:
+            self._warn(self.loop.step, changed)
         self._look_at_agreement(self.loop.step)
         self._look_at_success(self.loop.step)
         self._notify("on_train_begin")
@@ -137,6 +143,7 @@ class Session:
             ledger.set_meta("max_lag", str(self.config.max_lag))
             ledger.set_meta("success", str(self.built.methods.judge.success))
             ledger.set_meta("fingerprints", json.dumps(self.built.fingerprints))
+            ledger.set_meta("code", json.dumps(self._code))
             ledger.set_meta("finished", "false")
             write_json(start, ledger.mark(), private=True)
         self._book_probes()
@@ -412,6 +419,7 @@ class Session:
             "offsets": self._records.offsets(),
             "seconds_total": self._seconds(),
             "ledger": self.ledger.mark(),
+            "code": self._code,
         }
         saved = checkpoint.save(self.run_dir, step, state, self.built.save, keep_last=self.config.save_total_limit)
         self.ledger.set_meta("saved", str(step))

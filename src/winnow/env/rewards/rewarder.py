@@ -153,12 +153,12 @@ class Rewarder:
             self.close()
             raise
         self._functions = _unique_names(functions)
-        self._specs = specs
+        self.specs = specs
 
     @property
     def aliases(self) -> dict[str, str]:
         """Return the name of each function, by that name and by the text it was given as."""
-        given = {spec: name for spec, name in zip(self._specs, self.names, strict=True) if isinstance(spec, str)}
+        given = {spec: name for spec, name in zip(self.specs, self.names, strict=True) if isinstance(spec, str)}
         return given | {name: name for name in self.names}
 
     @property
@@ -202,9 +202,8 @@ class Rewarder:
             raise ValueError(f"group of visit {group.visit.number} is being scored already")
         work = _Work(group, [], [])
         for greedy in (False, True):
-            chosen = [i for i, r in enumerate(group.rollouts) if r.fate is None and r.reward is None]
-            chosen = [i for i in chosen if group.rollouts[i].greedy == greedy]
-            if not chosen:
+            unscored = [i for i, r in enumerate(group.rollouts) if r.fate is None and r.reward is None]
+            if not (chosen := [i for i in unscored if group.rollouts[i].greedy == greedy]):
                 continue
             rollouts = [group.rollouts[i] for i in chosen]
             arguments = arguments_of(group, rollouts)
