@@ -63,6 +63,35 @@ class Note:
         pass
 """,
 }
+AGENTS = '''
+from lib.shared import share
+
+def solve(prompt, base_url):
+    return share(prompt)
+
+def look(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: the word
+    """
+    return word
+
+class Room:
+    def reset(self, **row):
+        return None
+
+    def get_reward(self):
+        return 1.0
+
+    def go(self, way: str) -> str:
+        """Go.
+
+        Args:
+            way: which
+        """
+        return way
+'''
 MINE = {"rewards", "late", "lib", "methods", "unrelated"}
 
 
@@ -186,13 +215,7 @@ def test_code_that_changes_while_a_run_goes_on(tiny_config: dict[str, Any], sour
 
 
 def test_agents_tools_and_environments(tmp_path: Path, sources: Path, tiny_config: dict[str, Any]) -> None:
-    (sources / "unrelated.py").write_text(
-        "from lib.shared import share\n\ndef solve(prompt, base_url):\n    return share(prompt)\n\n"
-        'def look(word: str) -> str:\n    """Look a word up.\n\n    Args:\n        word: the word\n    """\n    return word\n\n'
-        "class Room:\n    def reset(self, **row):\n        return None\n    def get_reward(self):\n        return 1.0\n"
-        '    def go(self, way: str) -> str:\n        """Go.\n\n        Args:\n            way: which\n        """\n'
-        "        return way\n"
-    )
+    (sources / "unrelated.py").write_text(AGENTS)
     unrelated = importlib.import_module("unrelated")
 
     from winnow.config import validate
@@ -208,7 +231,9 @@ def test_agents_tools_and_environments(tmp_path: Path, sources: Path, tiny_confi
     rooms = with_tools(chat, environment_factory=lambda: unrelated.Room())
     for task in (agents, tools, rooms):
         assert files <= set(code_of(c, [task]))
-    named = validate(tiny_config | {"env": {"name": "agent", "path": "x", "agent": f"{sources / 'unrelated.py'}:solve"}})
+    named = validate(
+        tiny_config | {"env": {"name": "agent", "path": "x", "agent": f"{sources / 'unrelated.py'}:solve"}}
+    )
     assert set(code_of(named, [])) == files
 
 
@@ -262,7 +287,9 @@ def test_functions_of_a_notebook() -> None:
         return code_of(c, [names["f"]])
 
     first = code("def g(x): return x in {'a', 'b', 'c'}\ndef f(completions): return [g(c) for c in completions]")
-    same = code("\n\ndef g(x):\n    return x in {'a', 'b', 'c'}\ndef f(completions): return [g(c) for c in completions]")
+    same = code(
+        "\n\ndef g(x):\n    return x in {'a', 'b', 'c'}\ndef f(completions): return [g(c) for c in completions]"
+    )
     other = code("def g(x): return x in {'a', 'b', 'd'}\ndef f(completions): return [g(c) for c in completions]")
     assert set(first) == {"f", "g"}
     assert first == same

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from winnow.base.sanitize import visible
+from winnow.study.compare import compare
+from winnow.study.compare_view import write_page
 from winnow.study.report import write_report
 
 from ..builders.pages import HOSTILE, decision, make_run, sample
@@ -55,6 +57,14 @@ DRAWN = (
 SMALL = """() => [...document.querySelectorAll("button, select, input[type=search], summary, label.key, nav a")]
   .filter((n) => n.checkVisibility()).map((n) => [n.textContent.slice(0, 20), n.getBoundingClientRect().height])
   .filter(([, height]) => height < 43.5)"""
+
+
+CUT = """() => [...document.querySelectorAll(".legend")].filter((n) => n.checkVisibility()).filter((n) => {
+  const box = n.getBoundingClientRect();
+  const outside = (c) => c.bottom > box.bottom + .5 || c.right > innerWidth || c.top < box.top - .5;
+  return n.scrollHeight > n.clientHeight || n.scrollWidth > n.clientWidth
+    || [...n.children].some((c) => outside(c.getBoundingClientRect()));
+}).map((n) => n.textContent)"""
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +123,31 @@ def test_sizes_and_contrast(browser: Any, pages: dict[str, Path], name: str, wid
         assert tab.page.evaluate(SMALL) == []
     assert tab.complaints == []
     tab.page.close()
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_legends_are_whole(browser: Any, tmp_path: Path, count: int) -> None:
+    names = [
+        "grpo",
+        "greso with a longer name",
+        "dapo",
+        "all of them",
+        "sequential, probe 4",
+        "countdown-lr-1e-4-seed-3",
+    ]
+    runs = [make_run(tmp_path / name, steps=60, seed=n) for n, name in enumerate(names[:count])]
+    write_report(runs, tmp_path / "report.html")
+    pages = [tmp_path / "report.html"]
+    if count > 1:
+        write_page(compare(runs, seeds=False), tmp_path / "compare.html")
+        pages.append(tmp_path / "compare.html")
+    for page in pages:
+        for width in (390, 1280, 1920):
+            tab = Tab(browser, page.as_uri(), viewport={"width": width, "height": 900})
+            legend = tab.page.locator(".chart .legend").first
+            assert legend.locator(".switch").count() == count
+            assert tab.page.evaluate(CUT) == []
+            tab.page.close()
 
 
 def test_charts_by_keyboard_and_their_legends(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:

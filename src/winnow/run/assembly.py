@@ -27,7 +27,14 @@ from .build import build_learner, build_policy, build_rewarder, build_sampler, r
 from .build_methods import Methods, build_methods, build_success, method_options
 from .hub import check_hub
 from .placement import require_places
-from .preflight import check_agreement, check_prompts, in_steps, require_reuse, require_whole_groups
+from .preflight import (
+    check_agreement,
+    check_prompts,
+    in_steps,
+    require_reuse,
+    require_whole_groups,
+    warn_of_sizes,
+)
 from .profile_settings import warn_of_profile
 from .start import Start
 from .trainer_inputs import Given
@@ -123,6 +130,7 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
     m = build_methods(c, task.train, success)
     require_whole_groups(c, m, rewarder.comparing)
     if not resumed:
+        warn_of_sizes(c, task)
         require_reuse(c, bool(m.rollout_batch.carry))
     greedy = m.advantage.greedy_baseline
     runner = None

@@ -122,6 +122,23 @@ def check_rewards(task: Task, first: Prompt, rewarder: Rewarder) -> None:
         )
 
 
+def warn_of_sizes(c: RunConfig, task: Task) -> None:
+    """Warn of held-out prompts beyond the default of `eval_prompts`, and of fewer prompts than a step takes."""
+    left_out = not c.changed(("eval_prompts",)) and len(task.test) > c.eval_prompts
+    if c.eval_steps and left_out:
+        warnings.warn(
+            f"eval_prompts: {c.eval_prompts} of {len(task.test)} held-out prompts are evaluated, the first ones; set "
+            f"eval_prompts={len(task.test)} to evaluate all",
+            stacklevel=2,
+        )
+    if len(task.train) < c.prompts_per_step:
+        warnings.warn(
+            f"prompts_per_step: {c.prompts_per_step}, but there are {len(task.train)} training prompts, so a step "
+            "rolls out the same prompt several times; lower prompts_per_step, or give more prompts",
+            stacklevel=2,
+        )
+
+
 def require_whole_groups(c: RunConfig, m: Methods, comparing: Mapping[str, bool | None]) -> None:
     """Raise ConfigError where a reward function that compares siblings would not see them all at once.
 
