@@ -94,7 +94,8 @@ def before_stop(text: str) -> str:
 class Env(Protocol):
     """An environment for one rollout: built for one sibling, reset once, stepped until done.
 
-    An optional method `close()` is called once, when the rollout has ended for any reason.
+    An optional method `close()` is called once, when the rollout has ended for any reason. Methods may be async: other
+    rollouts then continue meanwhile, for up to 600 s.
     """
 
     def reset(self) -> str | None:
@@ -149,7 +150,7 @@ class Task(Protocol):
     """Strings that end a turn, in addition to those of the config."""
 
     def make_env(self, prompt: Prompt) -> Env | OverlappingEnv | None:
-        """Return a fresh environment for one rollout; None for one-turn tasks."""
+        """Return a fresh environment for one rollout, which may change its prompt's columns; None for one turn."""
         ...
 
     def fingerprint(self) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 
 from ..base.cache import cache_dir
 from ..types import Message, Prompt
+from .private import private
 from .row_files import DataError, Row
 
 _MADE_ID = re.compile(r"([0-9a-f]{16})(-[0-9]+)?")
@@ -124,7 +125,8 @@ class Store:
     def __getitem__(self, row: int) -> Record:
         start, stop = self._offsets[row], self._offsets[row + 1]
         if start == stop:
-            return self._kept[row]
+            kept = self._kept[row]
+            return kept._replace(messages=private(kept.messages), columns=private(kept.columns))
         return Record._make(pickle.loads(os.pread(self._file.fileno(), stop - start, start)))
 
     def where(self, row: int) -> str:

@@ -25,6 +25,7 @@ from transformers.utils import get_json_schema
 from ..base.files import digest
 from ..types import Message, Prompt
 from .base import OverlappingEnv, RewardFn, StepResult, Task
+from .private import private
 from .prompt_store import changed
 from .prompting import NextMessages
 from .workers.calls import Deadlines
@@ -288,12 +289,10 @@ class ToolEnv:
     def _call(self, name: str, arguments: Any) -> Callable[[], Any]:
         if name not in self._tools:
             raise ValueError(f"Tool {name} not found.")
-        return self._begin(self._tools[name], arguments)
+        return self._begin(self._tools[name], private(arguments))
 
     def _begin(self, function: Tool, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-        """Start a call and return a function that returns its result. Async functions run concurrently."""
-        if inspect.iscoroutinefunction(function):
-            return self._deadlines.submit_async(partial(function, **arguments)).result
+        """Start a call and return a function that returns its result. Awaitables are awaited concurrently."""
         attempts: list[bool] = []
         try:
             with noticing_signals(lambda: attempts.append(True)):
@@ -304,7 +303,7 @@ class ToolEnv:
             raise
         if attempts:
             warnings.warn(f"tool {function_name(function)}: {NO_SIGNALS}", stacklevel=2)
-        return lambda: result
+        return self._deadlines.awaited(result).result if inspect.isawaitable(result) else lambda: result
 
     def _tried(self, step: Callable[[], Any]) -> Any:
         """Return the result, or an error for the model if it may have caused it, as in TRL."""

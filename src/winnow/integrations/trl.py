@@ -23,6 +23,7 @@ import torch
 from ..base.install import install
 from ..config import ConfigError, MethodSpec, suggestion
 from ..env.base import Task
+from ..env.private import private
 from ..run.build import build_task
 from ..run.checkpoint import TRL_STATE
 from ..types import Group, Prompt, Rollout
@@ -149,7 +150,11 @@ class WinnowGRPOTrainer(GRPOTrainer):
 
         `sampled`: groups of Winnow's engine; None: TRL generates.
         """
-        rows = [dict(row) for row in map(self._row, prompts) for _ in range(size)]
+        rows = [
+            {name: private(value) for name, value in row.items()}
+            for row in map(self._row, prompts)
+            for _ in range(size)
+        ]
         usual = self.num_generations, self.rollout_func
         self.num_generations = size
         if sampled is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections import Counter
@@ -17,6 +18,7 @@ from ..engine.base import Finished
 from ..env.base import Env, OverlappingEnv
 from ..env.prompting import PromptError
 from ..env.rewards.scores import MAX_REWARD
+from ..env.workers.calls import shared_calls
 from ..env.workers.functions import describe_error
 from ..env.workers.worker import WorkerError
 from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
@@ -139,7 +141,9 @@ class Sibling:
         close = getattr(self.env, "close", None)
         if close is not None:
             try:
-                close()
+                closed = close()
+                if inspect.isawaitable(closed):
+                    shared_calls().awaited(closed).result()
             except (Exception, SystemExit) as error:  # the rollout is over; its reward does not depend on this
                 warnings.warn(f"closing {type(self.env).__name__} raised {type(error).__name__}: {error}", stacklevel=2)
         self.env = None

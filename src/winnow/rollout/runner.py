@@ -8,12 +8,14 @@ and all rounding, do not depend on the speed of rewards. Answers of overlapping 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..engine.base import Engine, Finished, Reached
 from ..env.base import ModelTurn, OverlappingEnv, StepResult, Task
+from ..env.private import private_prompt
 from ..env.prompting import (
     PromptError,
     cut_at_stop,
@@ -24,6 +26,7 @@ from ..env.prompting import (
     without_end,
 )
 from ..env.rewards.rewarder import Rewarder
+from ..env.workers.calls import shared_calls
 from ..methods.gate import NamedRule
 from ..types import Decision, Fate, Group, Job, Purpose, Turn
 from .answers import OVERLAP, PATIENCE_S, Answers, Awaited
@@ -86,14 +89,14 @@ class RolloutRunner:
         shared: tuple[int, ...] | None = None
         for sibling in flight.siblings:
             try:
-                sibling.env = None if job.purpose == "probe" else self.task.make_env(visit.prompt)
-                if isinstance(sibling.env, OverlappingEnv):
-                    self._await(flight, sibling, sibling.env.start_reset())
-                    continue
-                if sibling.env is not None:
-                    self._begin(job, sibling, sibling.env.reset())
-                else:
+                env = sibling.env = None if job.purpose == "probe" else self.task.make_env(private_prompt(visit.prompt))
+                if env is None:
                     shared = sibling.rollout.prompt_ids = shared or self._encode(job, None)
+                else:
+                    answer = env.start_reset() if isinstance(env, OverlappingEnv) else env.reset()
+                    if self._is_later(flight, sibling, answer):
+                        continue
+                    self._begin(job, sibling, answer)  # type: ignore[arg-type]
             except (Exception, SystemExit) as error:
                 sibling.fail(f"could not start: {described(error)}")
                 continue
@@ -229,10 +232,16 @@ class RolloutRunner:
         full = o.context_length is not None and sibling.context_length >= o.context_length
         return full or sibling.length >= o.params.max_tokens
 
-    def _await(self, flight: Flight, sibling: Sibling, answer: Any, *, last: bool = False) -> None:
+    def _is_later(self, flight: Flight, sibling: Sibling, answer: Any, *, last: bool = False) -> bool:
+        """Return whether an environment's answer is still to come; it is then taken when it is due."""
+        if inspect.isawaitable(answer):
+            answer = shared_calls().awaited(answer)
+        elif not isinstance(sibling.env, OverlappingEnv):
+            return False
         independent = getattr(sibling.env, "independent", False)
         awaited = Awaited(flight, sibling, answer, self.engine.clock + OVERLAP, independent, last)
         self._answers.pending.append(awaited)
+        return True
 
     def _arrived(self) -> list[Awaited]:
         """Return the answers to take now. Opens barriers of gates if nothing else can go on."""
@@ -279,10 +288,9 @@ class RolloutRunner:
         before = sibling.context_length - tokens
         said = ModelTurn(turn.action, turn.stop_reason, turn.stop_string, whole, before, tokens)
         try:
-            if isinstance(env, OverlappingEnv):
-                self._await(flight, sibling, env.start_step(said))
-                return
-            self._observed(flight, sibling, env.step(said))  # type: ignore[union-attr]
+            answer = env.start_step(said) if isinstance(env, OverlappingEnv) else env.step(said)  # type: ignore[union-attr]
+            if not self._is_later(flight, sibling, answer):
+                self._observed(flight, sibling, answer)
         except (Exception, SystemExit) as error:
             sibling.fail(f"the environment raised {described(error)}")
 
@@ -330,7 +338,7 @@ class RolloutRunner:
         if ask is None:
             self._end_episode(flight, sibling, "length")
         else:
-            self._await(flight, sibling, ask(), last=True)
+            self._is_later(flight, sibling, ask(), last=True)
 
     def _end_episode(self, flight: Flight, sibling: Sibling, stop_reason: str) -> None:
         """End a rollout with the environment's last reward; without one reward functions decide, else it is 0."""

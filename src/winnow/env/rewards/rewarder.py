@@ -25,6 +25,7 @@ from ...base.dotted import TargetError
 from ...base.migration_hints import reward_hint
 from ...base.redact import redact
 from ...types import Fate, Group, Rollout
+from ..private import private
 from ..workers.calls import Deadlines
 from ..workers.functions import (
     LOGGERS,
@@ -114,9 +115,10 @@ class Rewarder:
     `reward_funcs` are callables, `"module:function"`, `"path/to/file.py:function"`, names in `BUILTIN`, or reward
     models: a directory, a hub name `owner/model`, or a loaded model (see `RewardModel`). Functions given by name run in
     worker processes that are killed after `timeout_s`. Callables and reward models run in a thread of this process
-    (coroutine functions on an event loop), which can be abandoned but not killed. The reward is the weighted sum of
-    the functions' values; None means that a function does not apply. A rollout whose environment has already
-    set a reward keeps it. An element of a returned list may be an exception: it fails that rollout alone.
+    (coroutine functions on an event loop), which can be abandoned but not killed. Each function gets its own copy of
+    prompts, completions and columns (see `private`), but the environments themselves. The reward is the weighted sum of
+    the functions' values; None means that a function does not apply. A rollout whose environment has already set a
+    reward keeps it. An element of a returned list may be an exception: it fails that rollout alone.
 
     Raises TargetError (a ValueError) with the nearest name when a function does not exist, ValueError when weights
     do not match.
@@ -314,7 +316,7 @@ class Rewarder:
         """Call a function for one completion."""
         if function.target is not None:
             return self._pool.call(function.target, arguments)
-        return self._in_process(function, arguments)
+        return self._in_process(function, {name: private(value) for name, value in arguments.items()})
 
     def _call(self, function: _Function, arguments: dict[str, Any], n: int, logs: RewardLogs) -> Future[Any]:
         """Call a function for the n completions of a group."""
@@ -328,6 +330,11 @@ class Rewarder:
                 chosen["trainer_state"] = vars(self.trainer_state)
             call = {"target": function.target, "kwargs": chosen, "n": n, "loggers": loggers}
             return self._pool.call("winnow.env.workers.functions:call_function", call, called=function.target)
+        for name, values in chosen.items():
+            if name == "environments" and values is not None:
+                chosen[name] = list(values)
+            elif name not in ("environments", "trainer_state"):
+                chosen[name] = [private(value) for value in values]
         return self._in_process(function, chosen | {name: getattr(logs, name) for name in loggers})
 
     def _in_process(self, function: _Function, arguments: dict[str, Any]) -> Future[Any]:

@@ -13,9 +13,12 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
+from functools import cache, partial
 from typing import Any
+
+from .functions import resolved
 
 MAX_ABANDONED = 16
 """Most abandoned calls; beyond that, further calls fail at once."""
@@ -24,6 +27,8 @@ GRACE_S = 1.0
 OVERLAP_S = 1.0
 """Seconds after which a call that may wait for another one's effect no longer holds up those behind it; while one does,
 `POLL_S` for the next."""
+ASYNC_TIMEOUT_S = 600.0
+"""Seconds that an async method of a plain `Env` may take."""
 POLL_S = 0.05
 
 
@@ -127,6 +132,10 @@ class Deadlines:
                 asyncio.run_coroutine_threadsafe(_run(call, self.timeout_s), self._loop)
         return call.future
 
+    def awaited(self, value: Awaitable[Any]) -> Future[Any]:
+        """Await a value on the event loop."""
+        return self.submit_async(partial(resolved, value))
+
     def close(self) -> None:
         """Fail all unfinished calls and abandon the running ones."""
         with self._lock:
@@ -199,6 +208,12 @@ class Deadlines:
         self._lane = _Lane()
         for call in waiting:
             self._lane.put(call)
+
+
+@cache
+def shared_calls() -> Deadlines:
+    """Return the event loop of environments whose methods are async."""
+    return Deadlines(ASYNC_TIMEOUT_S)
 
 
 class _Lane:

@@ -123,8 +123,11 @@ def awaited(value: Any) -> Any:
 
 
 async def resolved(value: Awaitable[Any]) -> Any:
-    """Return what an awaitable gives, as a coroutine."""
-    return await value
+    """Return what an awaitable gives, as a coroutine; one that gives another is followed to its end."""
+    result = await value
+    while inspect.isawaitable(result):
+        result = await result
+    return result
 
 
 def describe_error(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..base import Env, ModelTurn, StepResult
 from .calls import converted
-from .functions import load_function
+from .functions import awaited, load_function
 from .worker import WorkerError, WorkerPool
 
 
@@ -113,8 +113,8 @@ _hosted: dict[int, Env] = {}
 
 
 def host_reset(serial: int, target: str, kwargs: dict[str, Any]) -> str | None:
-    env = _hosted[serial] = load_function(target)(**kwargs)
-    observation = env.reset()
+    env = _hosted[serial] = awaited(load_function(target)(**kwargs))
+    observation = awaited(env.reset())
     if not isinstance(observation, str | None):
         raise TypeError(f"reset() must return a text or None, not {type(observation).__name__}")
     return observation
@@ -123,7 +123,7 @@ def host_reset(serial: int, target: str, kwargs: dict[str, Any]) -> str | None:
 def host_step(serial: int, text: str, said: dict[str, Any]) -> dict[str, Any]:
     if serial not in _hosted:
         raise NotHostedError(f"environment {serial}")
-    result = _hosted[serial].step(ModelTurn(text, **said) if said else text)
+    result = awaited(_hosted[serial].step(ModelTurn(text, **said) if said else text))
     if not isinstance(result, StepResult):
         raise TypeError(f"step() must return a StepResult, not {type(result).__name__}")
     return asdict(result)
@@ -132,4 +132,4 @@ def host_step(serial: int, text: str, said: dict[str, Any]) -> dict[str, Any]:
 def host_close(serial: int) -> None:
     env = _hosted.pop(serial, None)
     if env is not None and hasattr(env, "close"):
-        env.close()
+        awaited(env.close())

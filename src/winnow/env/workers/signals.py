@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from .functions import awaited
+from .functions import awaited, resolved
 
 _notice: ContextVar[Callable[[], None] | None] = ContextVar("notice", default=None)
 _set_handler = signal.signal
@@ -37,7 +37,7 @@ def called_noticing(call: Callable[[], Any], notice: Callable[[], None]) -> Any:
 async def awaited_noticing(call: Callable[[], Awaitable[Any]], notice: Callable[[], None]) -> Any:
     """Await an async function on the current event loop, otherwise like `called_noticing`."""
     with noticing_signals(notice):
-        return await call()
+        return await resolved(call())
 
 
 def _noticed(signalnum: Any, handler: Any) -> Any:

@@ -112,7 +112,7 @@ class AgentTask:
         if self._endpoint is None:
             self._endpoint = Endpoint()
             weakref.finalize(self, self._endpoint.close)
-        asked: Any = [dict(m) for m in prompt.messages] if prompt.messages is not None else prompt.text
+        asked: Any = list(prompt.messages) if prompt.messages is not None else prompt.text
         values = {"prompt": asked, **prompt.columns, "api_key": "unused", "model": MODEL}
         if "**" not in self._wanted:
             values = {name: value for name, value in values.items() if name in self._wanted}
