@@ -28,8 +28,8 @@ from .base import OverlappingEnv, RewardFn, StepResult, Task
 from .private import private
 from .prompt_store import changed
 from .prompting import NextMessages
-from .workers.calls import Deadlines
-from .workers.functions import function_name
+from .workers.calls import Deadlines, shared_calls
+from .workers.functions import describe_error, function_name
 from .workers.remote import EnvLostError
 from .workers.signals import noticing_signals
 from .workers.worker import WorkerError
@@ -106,7 +106,7 @@ parser_of = ResponseParser
 def message_of(text: str, parse: Parser) -> Message | None:
     """Return the assistant's turn as a message with `tool_calls`, or None without calls."""
     whole = getattr(text, "whole", text)
-    calls = parse(whole)
+    calls = _calls_in(whole, parse)
     if not calls:
         return None
     content = text
@@ -118,6 +118,25 @@ def message_of(text: str, parse: Parser) -> Message | None:
     functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
     tool_calls = [{"type": "function", "function": function} for function in functions]
     return {"role": "assistant", "content": content.strip(), "tool_calls": tool_calls}
+
+
+def _calls_in(text: str, parse: Parser) -> list[Call]:
+    """Return the calls that a parser finds; none where it breaks on the policy's text."""
+    try:
+        return [_checked({"name": name, "arguments": arguments}) for name, arguments in parse(text) or ()]
+    except NOT_THE_MODELS_FAULT:
+        raise
+    except Exception as error:
+        warnings.warn(f"parse: {describe_error(error)}; a text that it cannot read has no tool calls", stacklevel=2)
+        return []
+
+
+def _normal_form(calls: Sequence[Call]) -> str:
+    """Return calls as JSON, or as Python text where a parser returns what JSON cannot hold."""
+    try:
+        return json.dumps(calls, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return repr(calls)
 
 
 def _checked(call: Any) -> Call:
@@ -135,10 +154,12 @@ class _Kit:
         self.chosen = name is not None
         """Whether the column `environment` chose the environment; then it is not passed to `reset`."""
         probe = factory()
+        if inspect.isawaitable(probe):
+            probe = shared_calls().awaited(probe).result()
         if probe is not None and not callable(getattr(probe, "reset", None)):
             raise ValueError(f"environment_factory: {type(probe).__name__} must have a method reset(**row)")
         self.schemas = [_schema(tool) for tool in self.all_tools(probe)]
-        names = [schema["function"]["name"] for schema in self.schemas]
+        self.names = names = [schema["function"]["name"] for schema in self.schemas]
         if doubled := {n for n in names if names.count(n) > 1}:
             raise ValueError(f"with_tools: several tools are called {', '.join(sorted(doubled))}; rename them")
         if not self.schemas:
@@ -148,19 +169,25 @@ class _Kit:
 
     def all_tools(self, environment: Any) -> Iterator[Tool]:
         yield from self.tools
-        for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
-            if name not in ("reset", "get_reward") and not name.startswith("_"):
+        for name, member in inspect.getmembers(type(environment)):  # of the class: an instance would run its properties
+            method = inspect.isfunction(member) or inspect.ismethod(member)  # static ones are functions
+            if method and name not in ("reset", "get_reward") and not name.startswith("_"):
                 yield getattr(environment, name)
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
+    name = getattr(tool, "__name__", repr(tool))
+    remedy = "it needs type hints and a Google-style docstring that describes every argument"
+    if not callable(tool):
+        remedy = "give a function, or a method of a class or an object: Shop.look, shop.take"
+    elif isinstance(tool, partial):
+        remedy = "give it name and docstring of its function: functools.update_wrapper(tool, tool.func)"
     try:
         schema: dict[str, Any] = get_json_schema(tool)
     except Exception as error:  # transformers' own exceptions
-        name = getattr(tool, "__name__", repr(tool))
-        raise ValueError(
-            f"tool {name}: {error} (it needs type hints and a Google-style docstring that describes every argument)"
-        ) from None
+        raise ValueError(f"tool {name}: {error} ({remedy})") from None
+    if next(iter(inspect.signature(tool).parameters), "") == "self":
+        raise ValueError(f"tool {name}: it is a method without its object; give the object's, e.g. shop.{name}")
     return schema
 
 
@@ -240,6 +267,14 @@ class ToolTask:
 with_tools = ToolTask
 
 
+def _content(finish: str | Callable[[], Any]) -> str | list[Any]:
+    """Return the result of a call as a message's content, as in TRL; a text is an error that is known already."""
+    result = finish() if callable(finish) else finish
+    if inspect.isgenerator(result) or inspect.isasyncgen(result):
+        raise ToolUnavailableError("a tool yields its result in parts; it must return the whole")
+    return private(result) if isinstance(result, list) else str(result)
+
+
 class ToolEnv:
     """Implements `OverlappingEnv`. Tools run in this process under a deadline."""
 
@@ -261,8 +296,8 @@ class ToolEnv:
         return self._deadlines.submit(self._reward)
 
     def _reset(self) -> str | None:
-        self.environment = self._kit.factory()
-        self._tools = {tool.__name__: tool for tool in self._kit.all_tools(self.environment)}
+        self.environment = self._begin(self._kit.factory, {})()
+        self._tools = dict(zip(self._kit.names, self._kit.all_tools(self.environment), strict=True))
         if self.environment is None:
             return None
         row = {"prompt": [dict(m) for m in self._prompt.messages or ()], **self._prompt.columns}
@@ -280,11 +315,9 @@ class ToolEnv:
         begun = [(name, self._tried(partial(self._call, name, arguments))) for name, arguments in calls]
         messages: list[Message] = []
         for name, finish in begun:
-            result = self._tried(finish)
-            content = result if isinstance(result, list) else str(result)  # as in TRL
+            content = self._tried(partial(_content, finish))
             messages.append({"role": "tool", "name": name, "content": content})
-        action = json.dumps(calls, sort_keys=True)
-        return StepResult(NextMessages(messages), self._reward(), action=action, message=message)
+        return StepResult(NextMessages(messages), self._reward(), action=_normal_form(calls), message=message)
 
     def _call(self, name: str, arguments: Any) -> Callable[[], Any]:
         if name not in self._tools:
@@ -303,18 +336,20 @@ class ToolEnv:
             raise
         if attempts:
             warnings.warn(f"tool {function_name(function)}: {NO_SIGNALS}", stacklevel=2)
-        return self._deadlines.awaited(result).result if inspect.isawaitable(result) else lambda: result
+        if inspect.isawaitable(result):
+            result = self._deadlines.awaited(result)
+        return result.result if isinstance(result, Future) else lambda: result
 
     def _tried(self, step: Callable[[], Any]) -> Any:
         """Return the result, or an error for the model if it may have caused it, as in TRL."""
-        if not callable(step):
-            return step
         try:
             return step()
         except NOT_THE_MODELS_FAULT:
             raise
+        except SystemExit as error:  # argparse refuses its arguments like this
+            return str({"error": f"raised SystemExit: {error}"})
         except Exception as error:
-            return {"error": str(error)}
+            return str({"error": str(error)})
 
     def _reward(self) -> float | None:
         get_reward = getattr(self.environment, "get_reward", None)
