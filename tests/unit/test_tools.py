@@ -7,6 +7,7 @@ import gc
 import signal
 import threading
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,6 +38,13 @@ async def slow_add(a: int, b: int) -> int:
     """
     await asyncio.sleep(0.01)
     return a + b
+
+
+class Looks:
+    @classmethod
+    def look(cls) -> str:
+        """Looks."""
+        return "a room"
 
 
 class Silent:
@@ -279,6 +287,14 @@ def test_what_cannot_work_is_refused():
     text.train = [Prompt("t", 0, text="hi")]
     with pytest.raises(ValueError, match=r"tool bare: .*type hints and a Google-style docstring"):
         with_tools(OneTurn(), [bare])
+    for tool, remedy in (
+        (Silent.knock, r"tool knock: it is a method without its object; give the object's, e.g. shop.knock"),
+        (vars(Looks)["look"], r"tool look: .*give a function, or a method of a class or an object: Shop.look"),
+        (partial(add, a=1), r"functools.update_wrapper\(tool, tool.func\)"),
+        ("add", r"tool 'add': .*give a function, or a method"),
+    ):
+        with pytest.raises(ValueError, match=remedy):
+            with_tools(OneTurn(), [tool])
     with pytest.raises(ValueError, match=r"NoReset must have a method reset"):
         with_tools(OneTurn(), environment_factory=NoReset)
     with pytest.raises(ValueError, match="several tools are called add"):

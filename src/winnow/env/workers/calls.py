@@ -111,8 +111,10 @@ class Deadlines:
         self._closed = False
 
     def __del__(self) -> None:
-        with contextlib.suppress(TypeError):  # modules may be gone at the interpreter's end
+        try:
             self.close()
+        except (AttributeError, TypeError):  # modules may be gone at the interpreter's end
+            return
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         call = _Call(function)

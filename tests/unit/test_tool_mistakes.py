@@ -1,0 +1,103 @@
+"""What the policy gets wrong in its calls is told to it, and fails no rollout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from winnow.env.base import StepResult
+from winnow.env.tools import with_tools
+
+from ..builders.tool_calls import call
+from ..builders.tool_rollouts import roll
+from ..builders.tools import OneTurn, add, tokenizer  # noqa: F401
+from .test_tools import play
+
+
+def leave(code: str) -> str:
+    """
+    Ends the program, as argparse does.
+
+    Args:
+        code: Why.
+    """
+    raise SystemExit(code)
+
+
+def power(n: int) -> int:
+    """
+    Returns a power of ten.
+
+    Args:
+        n: The exponent.
+    """
+    return 10**n
+
+
+def take_all(items: list) -> list:
+    """
+    Takes all items.
+
+    Args:
+        items: Which.
+    """
+    taken = list(items)
+    items.clear()
+    return taken
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (("leave", {"code": "no such option"}), "raised SystemExit: no such option"),
+        (("power", {"n": 5000}), "Exceeds the limit"),
+        (("add", '{"a": 1, "b": 2}'), "must be a mapping, not str"),
+        (("add", [1, 2]), "must be a mapping, not list"),
+        (("add", 3), "must be a mapping, not int"),
+        (("add", {1: 2, "a": 3}), "keywords must be strings"),
+        (("add", {"a": {1, 2}, "b": 3}), "unsupported operand"),
+        (("add", {"a": LOOP}), "missing 1 required positional argument: 'b'"),
+        (("add", {"self": 1}), "unexpected keyword argument 'self'"),
+        (("add", None), "missing 2 required positional arguments"),
+        (("subtract", {}), "Tool subtract not found."),
+        (("", {}), "Tool  not found."),
+    ],
+)
+def test_whatever_the_policy_calls_is_its_own_mistake(tokenizer, made, told):  # noqa: F811
+    task = with_tools(OneTurn(), [add, leave, power], parse=lambda text: [made] if text.startswith("call") else [])
+    rollouts, seen = roll(tokenizer, task, [["call", "Done."]], [lambda completions: [1.0]])
+    assert [r.reward for r in rollouts] == [1.0], rollouts[0].reason
+    assert told in seen[-1]
+
+
+def lines(text):
+    """A parser of one's own that expects a name and arguments in each line."""
+    return [(line.split(": ")[0], dict([line.split(": ")[1].split("=")])) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("text", ["add", "add: a", "add: a=1=2", "add: a=1\nadd"])
+def test_a_text_that_a_parser_cannot_read_has_no_calls(text):
+    task = with_tools(OneTurn(), [add], parse=lines)
+    with pytest.warns(UserWarning, match=r"parse: .*test_tool_mistakes.py.*a text that it cannot read has no tool calls"):
+        _, (result,) = play(task, text)
+    assert result == StepResult(None, None, done=True)
+    assert "missing 1 required" in play(task, "add: a=1")[1][0].observation
+
+
+def test_a_parser_that_asks_somebody_who_is_away_is_not_the_policys_mistake():
+    def parse(text):
+        raise ConnectionError("no parser there")
+
+    with pytest.raises(ConnectionError, match="no parser there"):
+        play(with_tools(OneTurn(), [add], parse=parse), "text")
+
+
+def test_a_tool_may_change_its_arguments():
+    _, (result,) = play(with_tools(OneTurn(), [take_all]), call("take_all", items=["a"]))
+    assert result.observation.messages[0]["content"] == ["a"]
+    assert result.message["tool_calls"][0]["function"]["arguments"] == {"items": ["a"]}
