@@ -99,5 +99,43 @@ def test_a_parser_that_asks_somebody_who_is_away_is_not_the_policys_mistake():
 
 def test_a_tool_may_change_its_arguments():
     _, (result,) = play(with_tools(OneTurn(), [take_all]), call("take_all", items=["a"]))
-    assert result.observation.messages[0]["content"] == ["a"]
+    assert result.observation.messages[0]["content"] == "['a']"
     assert result.message["tool_calls"][0]["function"]["arguments"] == {"items": ["a"]}
+
+
+def split(text: str, how: str) -> list:
+    """
+    Splits a text.
+
+    Args:
+        text: The text.
+        how: By what.
+    """
+    return text.split(how)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a b", "['a', 'b']"), ("", "['']"), ("\ud800", r"['\ud800']"), ("a\0b", r"['a\x00b']")]
+)
+def test_lists_of_texts_are_text(tokenizer, text, shown):  # noqa: F811
+    script = [[call("split", text=text, how=" "), "Done."]]
+    rollouts, seen = roll(tokenizer, with_tools(OneTurn(), [split]), script, [lambda completions: [1.0]])
+    assert [r.reward for r in rollouts] == [1.0], rollouts[0].reason
+    assert f"<s>tool split\n{shown}<e>" in seen[-1]
+
+
+def echo(text: str) -> str:
+    """
+    Repeats a text.
+
+    Args:
+        text: The text.
+    """
+    return text
+
+
+def test_half_a_character_is_shown_as_a_question_mark(tokenizer):  # noqa: F811
+    script = [[call("echo", text="a\ud800"), "Done."]]
+    rollouts, seen = roll(tokenizer, with_tools(OneTurn(), [echo]), script, [lambda completions: [1.0]])
+    assert [r.reward for r in rollouts] == [1.0], rollouts[0].reason
+    assert "<s>tool echo\na?<e>" in seen[-1]

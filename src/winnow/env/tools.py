@@ -268,11 +268,16 @@ with_tools = ToolTask
 
 
 def _content(finish: str | Callable[[], Any]) -> str | list[Any]:
-    """Return the result of a call as a message's content, as in TRL; a text is an error that is known already."""
+    """Return the result of a call as a message's content: a list of parts, as in TRL, or text.
+
+    `finish` may be the text of an error.
+    """
     result = finish() if callable(finish) else finish
     if inspect.isgenerator(result) or inspect.isasyncgen(result):
         raise ToolUnavailableError("a tool yields its result in parts; it must return the whole")
-    return private(result) if isinstance(result, list) else str(result)
+    if isinstance(result, list) and result and all(isinstance(part, dict) and "type" in part for part in result):
+        return list(private(result))
+    return str(result).encode("utf-8", "replace").decode()  # the policy may have written half a character
 
 
 class ToolEnv:
