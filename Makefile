@@ -100,6 +100,7 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/turns.py --out benchmarks/results/turns.json
 	$(BIN)/python benchmarks/arrol.py --out benchmarks/results/arrol.json
 	$(BIN)/python benchmarks/rows.py --out benchmarks/results/rows.json
+	$(BIN)/python benchmarks/private_rows.py --out benchmarks/results/private_rows.json
 	$(BIN)/python benchmarks/claims.py wall --out benchmarks/results/async_wall.json
 
 # LLM: directory of SmolLM2-135M-Instruct, which `winnow models get smollm2-135m` names.

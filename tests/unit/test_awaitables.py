@@ -230,20 +230,20 @@ class StepOnly(Echo):
 
 
 @pytest.mark.parametrize("kind", [Echo, PlainEcho, StepOnly])
-def test_plain_environments(policy, kind):  # noqa: F811
+def test_plain_environments(policy, kind):
     events: list[str] = []
     groups = run(policy, task_of(lambda made: kind(events)))
     assert [r.reward for g in groups for r in g.rollouts] == [2.0] * 12
     assert events == ["closed"] * 12
 
 
-def test_plain_environments_overlap(policy):  # noqa: F811
+def test_plain_environments_overlap(policy):
     started = time.monotonic()
     run(policy, task_of(lambda made: Echo([])))
     assert time.monotonic() - started < 12 * 0.05
 
 
-def test_an_async_environment_that_fails(policy):  # noqa: F811
+def test_an_async_environment_that_fails(policy):
     groups = run(policy, task_of(lambda made: Echo([], "step" if made == 1 else "")))
     failed = [r for g in groups for r in g.rollouts if r.fate == "failed"]
     assert [r.sibling for r in failed] == [1]
@@ -295,7 +295,9 @@ class Agent:
         return await agent(base_url, prompt)
 
 
-@pytest.mark.parametrize("each", [agent, plain(agent), twice(agent), functools.partial(agent), Agent(), Agent().__call__])
+@pytest.mark.parametrize(
+    "each", [agent, plain(agent), twice(agent), functools.partial(agent), Agent(), Agent().__call__]
+)
 def test_agents(tokenizer, each):
     rollouts, _ = roll(tokenizer, with_agent(OneTurn(), each), [["yes"], ["no"]])
     assert [r.reward for r in rollouts] == [1.0, 0.0]

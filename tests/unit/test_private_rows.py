@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import pickle
 import random
 import threading
@@ -65,8 +66,8 @@ READS = {
     "list": lambda x: list(x)[-1],
     "tuple": lambda x: tuple(x)[-1],
     "reversed": lambda x: next(reversed(x)),
-    "before": lambda x: ([None] + x)[-1],
-    "after": lambda x: (x + [None])[-2],
+    "before": lambda x: operator.add([None], x)[-1],
+    "after": lambda x: operator.add(x, [None])[-2],
     "twice": lambda x: (x * 2)[-1],
     "twice, reflected": lambda x: (2 * x)[-1],
     "copy": lambda x: x.copy()[-1],
@@ -74,7 +75,6 @@ READS = {
     "pop": lambda x: x.pop(),
     "extend": lambda x: last([].__iadd__(x)),
     "zip": lambda x: last(zip(x, strict=True))[0],
-    "map": lambda x: last(map(lambda one: one, x)),
     "max": lambda x: max(x, key=lambda one: one["n"]),
     "sorted": lambda x: sorted(x, key=lambda one: one["n"])[-1],
     "filter": lambda x: last(filter(None, x)),
@@ -219,7 +219,7 @@ def test_environments_and_tools_do_not_either(tokenizer):
     assert task.train[0].columns == nested()
 
 
-def test_an_environment_of_ones_own_may_change_its_prompt(policy):  # noqa: F811
+def test_an_environment_of_ones_own_may_change_its_prompt(policy):
     begun = []
 
     class Own:

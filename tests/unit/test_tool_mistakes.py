@@ -68,7 +68,7 @@ LOOP.append(LOOP)
         (("", {}), "Tool  not found."),
     ],
 )
-def test_whatever_the_policy_calls_is_its_own_mistake(tokenizer, made, told):  # noqa: F811
+def test_whatever_the_policy_calls_is_its_own_mistake(tokenizer, made, told):
     task = with_tools(OneTurn(), [add, leave, power], parse=lambda text: [made] if text.startswith("call") else [])
     rollouts, seen = roll(tokenizer, task, [["call", "Done."]], [lambda completions: [1.0]])
     assert [r.reward for r in rollouts] == [1.0], rollouts[0].reason
@@ -83,7 +83,9 @@ def lines(text):
 @pytest.mark.parametrize("text", ["add", "add: a", "add: a=1=2", "add: a=1\nadd"])
 def test_a_text_that_a_parser_cannot_read_has_no_calls(text):
     task = with_tools(OneTurn(), [add], parse=lines)
-    with pytest.warns(UserWarning, match=r"parse: .*test_tool_mistakes.py.*a text that it cannot read has no tool calls"):
+    with pytest.warns(
+        UserWarning, match=r"parse: .*test_tool_mistakes.py.*a text that it cannot read has no tool calls"
+    ):
         _, (result,) = play(task, text)
     assert result == StepResult(None, None, done=True)
     assert "missing 1 required" in play(task, "add: a=1")[1][0].observation
@@ -117,7 +119,7 @@ def split(text: str, how: str) -> list:
 @pytest.mark.parametrize(
     ("text", "shown"), [("a b", "['a', 'b']"), ("", "['']"), ("\ud800", r"['\ud800']"), ("a\0b", r"['a\x00b']")]
 )
-def test_lists_of_texts_are_text(tokenizer, text, shown):  # noqa: F811
+def test_lists_of_texts_are_text(tokenizer, text, shown):
     script = [[call("split", text=text, how=" "), "Done."]]
     rollouts, seen = roll(tokenizer, with_tools(OneTurn(), [split]), script, [lambda completions: [1.0]])
     assert [r.reward for r in rollouts] == [1.0], rollouts[0].reason
@@ -134,7 +136,7 @@ def echo(text: str) -> str:
     return text
 
 
-def test_half_a_character_is_shown_as_a_question_mark(tokenizer):  # noqa: F811
+def test_half_a_character_is_shown_as_a_question_mark(tokenizer):
     script = [[call("echo", text="a\ud800"), "Done."]]
     rollouts, seen = roll(tokenizer, with_tools(OneTurn(), [echo]), script, [lambda completions: [1.0]])
     assert [r.reward for r in rollouts] == [1.0], rollouts[0].reason

@@ -43,8 +43,9 @@ def private(value: Any) -> Any:
     try:
         return _copied(value, [AT_ONCE])
     except _LargeError:
-        lazy = {list: LazyList, dict: LazyDict}.get(type(value), _whole)
-        return lazy(value)
+        if type(value) is list:
+            return LazyList(value)
+        return LazyDict(value) if type(value) is dict else _whole(value)
 
 
 def _whole(value: Any) -> Any:
