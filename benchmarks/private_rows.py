@@ -94,24 +94,26 @@ def groups_s(prompts: Callable[[], Iterator[Prompt]], function: Callable[..., An
         rewards.private = usual
 
 
-def compared(prompts: Callable[[], Iterator[Prompt]], n: int, function: Callable[..., Any]) -> dict[str, Any]:
-    sides = {name: partial(groups_s, prompts, function, copied) for name, copied in SIDES.items()}
+def compared(
+    prompts: Callable[[], Iterator[Prompt]], n: int, function: Callable[..., Any], *names: str
+) -> dict[str, Any]:
+    sides = {name: partial(groups_s, prompts, function, SIDES[name]) for name in names}
     rounds = in_turn(sides, REPEATS, warm=True)
     found: dict[str, Any] = {"groups": n, "use": function.__name__}
-    for name in SIDES:
+    for name in names:
         found[f"{name}_us_per_rollout"] = spread(1e6 * one[name] / n / SIBLINGS for one in rounds)
-    for name in ("private", "deep"):
+    for name in names[1:]:
         found[f"{name}_to_shared"] = spread(one[name] / one["shared"] for one in rounds)
     return found
 
 
 def of_column(name: str) -> list[dict[str, Any]]:
-    """Compare on 4 rows with this column."""
-    rows = [{"prompt": f"row {i}", "column": COLUMNS[name](i)} for i in range(4)]
+    """Compare on a row with this column."""
+    rows = [{"prompt": "a row", "column": COLUMNS[name](0)}]
     train = DatasetConfig("rows").with_rows(rows).train
-    many = 100 if name == "short" else 1
+    groups = 400 if name == "short" else 1
     return [
-        {"column": name} | compared(lambda: (train[i] for _ in range(many) for i in range(4)), 4 * many, function)
+        {"column": name} | compared(lambda: (train[0] for _ in range(groups)), groups, function, *SIDES)
         for function in (unread, read)
     ]
 
@@ -122,7 +124,10 @@ def of_many_rows(n: int, groups: int) -> list[dict[str, Any]]:
     rows = ({"prompt": f"row {i}", "answer": i, "column": history, "level": {"a": [i]}} for i in range(n))
     train = DatasetConfig("rows").with_rows(rows).train
     places = random.Random(0).choices(range(n), k=groups)
-    return [{"rows": n} | compared(lambda: (train[i] for i in places), groups, f) for f in (unread, read)]
+    return [
+        {"rows": n} | compared(lambda: (train[i] for i in places), groups, f, "shared", "private")
+        for f in (unread, read)
+    ]
 
 
 def main() -> None:

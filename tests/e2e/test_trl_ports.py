@@ -343,3 +343,17 @@ def test_reward_functions_of_every_kind(chat_model: str, tmp_path: Path) -> None
     assert max(steps) == 2
     assert list(trainer._logs["extra"]["kind"]) == ["x"] * 2 * G
     assert any(line.get("mine") == 0.25 for line in trainer.state.log_history)
+
+
+def test_siblings_do_not_share_a_row(chat_model: str, tmp_path: Path) -> None:
+    seen = []
+
+    def takes(completions: list[Any], todo: list[list[str]], **columns: Any) -> list[float]:
+        seen.extend(len(each) for each in todo)
+        for each in todo:
+            each.pop()
+        return length(completions)
+
+    rows = Dataset.from_list([{"prompt": user(str(i)), "todo": ["a", "b", "c"]} for i in range(2)])
+    run(chat_model, tmp_path / "out", reward_funcs=takes, train_dataset=rows, methods={"advantage": "rloo"})
+    assert seen == [3] * 3 * 2 * G
