@@ -162,6 +162,8 @@ class Turn:
     taken: bool = False
     """Whether it counts as a step: the action is complete, and answered if there is an environment. An action cut short
     by the token budget, a gate or a failure does not count."""
+    abandoned: bool = False
+    """Whether its agent gave up the request before this answer. Its tokens are context and not trained."""
 
     @property
     def compared(self) -> str:
@@ -241,6 +243,11 @@ class Rollout:
     @property
     def segments(self) -> list[Segment]:
         return [Segment(0, self.prompt_ids, self.agent), *self.later]
+
+    @property
+    def abandoned_tokens(self) -> int:
+        """Tokens sampled for answers that the agent had given up; `action_mask` excludes them."""
+        return sum(turn.stop - turn.start for turn in self.turns if turn.abandoned)
 
     def parts(self) -> list[Rollout]:
         """Return each segment as a rollout of its own prompt and tokens, without turns; of one segment, itself."""

@@ -7,10 +7,13 @@ import urllib.error
 import urllib.request
 
 
-def ask(base_url, messages, **more):
-    """The message that the policy answers, or (status, what is said) if it refuses."""
+def ask(base_url, messages, *, retry=None, route="/chat/completions", **more):
+    """The message that the policy answers, or (status, what is said) if it refuses. `retry`: as OpenAI's client."""
     body = json.dumps({"model": "policy", "messages": messages, **more}).encode()
-    request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if retry is not None:
+        headers["X-Stainless-Retry-Count"] = str(retry)
+    request = urllib.request.Request(base_url + route, body, headers)
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:
             text = answer.read().decode()

@@ -103,17 +103,14 @@ def test_async_agents_and_streams(tokenizer):
     assert [r.reward for r in rollouts] == [1.0, 0.0]
 
 
-def test_the_same_request_again_is_given_the_same_answer(tokenizer):
+def test_a_marked_repetition_is_given_the_same_answer(tokenizer):
     """As clients do whose connection was lost; it is one turn."""
     said = []
 
     def agent(base_url, prompt):
-        twice = [threading.Thread(target=lambda: said.append(ask(base_url, prompt)["content"])) for _ in range(2)]
-        for each in twice:
-            each.start()
-        for each in twice:
-            each.join()
-        said.append(ask(base_url, prompt)["content"])
+        said.append(ask(base_url, prompt, retry=0)["content"])
+        for _ in range(2):
+            said.append(ask(base_url, prompt, retry=1)["content"])
         return 1
 
     (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["hello", "never said"]])
@@ -204,12 +201,11 @@ def test_nothing_is_kept_of_who_has_no_secret(length, capfd):
 
 def test_settings_of_requests_have_no_effect_and_that_is_said(tokenizer):
     def agent(base_url, prompt):
-        assert ask(base_url, prompt, n=2) == (400, "a request is an object, for one answer (n=1)")
         assert ask(base_url.replace("/v1", "x/v1"), prompt)[0] == 404
-        ask(base_url, prompt, temperature=0.2, max_tokens=5, n=1, stop=None)
+        ask(base_url, prompt, temperature=0.2, seed=5, n=1, stop=None, user="me", logprobs=False)
         return 1
 
-    with pytest.warns(UserWarning, match="agent: its requests set max_tokens, temperature; the run's settings hold"):
+    with pytest.warns(UserWarning, match="agent: its requests set seed, temperature; the run's settings hold"):
         rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a"], ["a"]])
     assert [r.reward for r in rollouts] == [1.0, 1.0]
 

@@ -6,6 +6,7 @@ It is derived by rendering a turn whose content is a mark.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -101,7 +102,29 @@ def _ready(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, An
 
 
 def _applied(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except Exception:  # any error of a template: some iterate over arguments
+        mended = [_with_object_arguments(message) for message in messages]
+        if mended == list(messages):
+            raise
+        return str(tokenizer.apply_chat_template(mended, tokenize=False, **options))
+
+
+def _with_object_arguments(message: Message) -> Message:
+    """Return a message whose calls have objects as arguments: the policy may have written something else."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, Mapping):
+            arguments = {"arguments": arguments}
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def _continued(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:

@@ -34,6 +34,10 @@ class NextMessages(str):
     """Agent that asks, in a rollout of several."""
     key: int | None
     """64 bits that identify an agent's request in its rollout, whenever it arrives; None: its turn does."""
+    max_tokens: int | None
+    """Most tokens of the answer, if a request limits it."""
+    stop: tuple[str, ...]
+    """Strings that end the answer, in addition to the run's."""
 
     def __new__(
         cls,
@@ -43,14 +47,18 @@ class NextMessages(str):
         whole: Sequence[Message] = (),
         agent: str = "",
         key: int | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
     ) -> NextMessages:
         text = super().__new__(cls, "\n".join(str(m["content"]) for m in messages))
         text.messages, text.tools = tuple(messages), tuple(tools)
         text.continues, text.whole, text.agent, text.key = continues, tuple(whole), agent, key
+        text.max_tokens, text.stop = max_tokens, tuple(stop)
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NextMessages, (self.messages, self.tools, self.continues, self.whole, self.agent, self.key)
+        history = self.messages, self.tools, self.continues, self.whole
+        return NextMessages, (*history, self.agent, self.key, self.max_tokens, self.stop)
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ def message_of(text: str, parse: Parser) -> Message | None:
     elif parse is parse_tool_calls:
         for inner in _between(text, _OPEN, _CLOSE):
             content = content.replace(f"{_OPEN}{inner}{_CLOSE}", "", 1)
-    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    functions = [{"name": _plain(str(name)), "arguments": _plain(arguments)} for name, arguments in calls]
     tool_calls = [{"type": "function", "function": function} for function in functions]
     return {"role": "assistant", "content": content.strip(), "tool_calls": tool_calls}
 
@@ -131,12 +131,19 @@ def _calls_in(text: str, parse: Parser) -> list[Call]:
         return []
 
 
-def _normal_form(calls: Sequence[Call]) -> str:
-    """Return calls as JSON, or as Python text where a parser returns what JSON cannot hold."""
+def action_of(calls: Sequence[Call]) -> str:
+    """Return calls as one text, the same for equal calls."""
+    return json.dumps(calls, sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON that any client, template and file takes, whatever a parser read in the policy's text."""
     try:
-        return json.dumps(calls, sort_keys=True)
-    except (TypeError, ValueError, RecursionError):
-        return repr(calls)
+        json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
+        return value
+    except (TypeError, ValueError):  # a set, keys of several types, half a surrogate pair
+        text = json.dumps(value, default=str, skipkeys=True, ensure_ascii=False)
+        return json.loads(text.encode(errors="replace"))
 
 
 def _checked(call: Any) -> Call:
@@ -322,7 +329,7 @@ class ToolEnv:
         for name, finish in begun:
             content = self._tried(partial(_content, finish))
             messages.append({"role": "tool", "name": name, "content": content})
-        return StepResult(NextMessages(messages), self._reward(), action=_normal_form(calls), message=message)
+        return StepResult(NextMessages(messages), self._reward(), action=action_of(calls), message=message)
 
     def _call(self, name: str, arguments: Any) -> Callable[[], Any]:
         if name not in self._tools:

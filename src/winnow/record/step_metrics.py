@@ -50,6 +50,7 @@ class Tally:
         self.turns: list[int] = []
         """Number of turns of each rollout."""
         self.truncated_turns = 0
+        self.abandoned_turns = 0
         self.segments: list[int] = []
         """Number of segments of each rollout."""
         self.barrier_wait_s = 0.0
@@ -84,9 +85,10 @@ class Tally:
             self.distinct.append(len(distinct) / len(rewards))
         for rollout in group.rollouts:
             tokens = int(np.count_nonzero(rollout.action_mask))
+            sampled = tokens + rollout.abandoned_tokens
             self.rollouts += 1
-            self.sampled_tokens += tokens
-            self.decoded_tokens += tokens - rollout.spared
+            self.sampled_tokens += sampled
+            self.decoded_tokens += sampled - rollout.spared
             self.barrier_wait_s += rollout.barrier_wait_s
             if rollout.fate == Fate.FAILED:
                 self.failed.add(rollout.reason, group.prompt.id)
@@ -99,6 +101,7 @@ class Tally:
             self.turns.append(len(rollout.turns))
             for turn in rollout.turns:
                 self.truncated_turns += turn.stop_reason == "length"
+                self.abandoned_turns += turn.abandoned
             self.segments.append(1 + len(rollout.later))
             for name, value in rollout.rewards.items():
                 if value is not None:
@@ -109,6 +112,8 @@ class Tally:
         for rollout in group.rollouts:
             assert rollout.fate is not None
             self.tokens[rollout.fate] += int(np.count_nonzero(rollout.action_mask))
+            if rollout.abandoned_tokens:
+                self.tokens["abandoned"] += rollout.abandoned_tokens
 
     @property
     def judged(self) -> int:
@@ -142,6 +147,8 @@ class Tally:
         if any(n > 1 for n in self.turns):
             metrics["turns/mean"] = sum(self.turns) / len(self.turns)
             metrics["turns/clipped_ratio"] = self.truncated_turns / sum(self.turns)
+        if self.abandoned_turns:
+            metrics["turns/abandoned"] = float(self.abandoned_turns)
         if any(n > 1 for n in self.segments):
             metrics["segments/mean"] = float(np.mean(self.segments))
         if self.barrier_wait_s:

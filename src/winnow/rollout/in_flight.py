@@ -23,6 +23,10 @@ from ..env.workers.functions import describe_error
 from ..env.workers.worker import WorkerError
 from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
 
+ALL_ABANDONED = (
+    "the agent gave up every request before its answer (its client timed out, or its task was cancelled); give its "
+    "client more time, or limit answers with max_turn_length"
+)
 TRUNCATED = ("length", "turns", "segments")
 """Stop reasons of rollouts that a limit ended."""
 
@@ -48,6 +52,10 @@ class Sibling:
     said: list[tuple[int, ...]] = field(default_factory=list)
     """Tokens of each turn."""
     length: int = 0
+    max_tokens: int | None = None
+    """Most tokens of the next turn, where an agent's request limits it."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the next turn, in addition to the run's."""
     reward: float | None = None
     """Last reward from the environment."""
     request_key: int | None = None
@@ -136,6 +144,22 @@ class Sibling:
     def fail(self, reason: str) -> None:
         self.finish("failed", fate=Fate.FAILED, reason=redact(reason))
 
+    def _leave_out(self, abandoned: Sequence[int]) -> bool:
+        """Take the tokens of abandoned turns for context, so that they are not trained; return whether all are."""
+        turns = self.rollout.turns
+        left_out = [turns[number] for number in abandoned if number < len(turns)]
+        starts = {turn.start for turn in left_out}
+        at = 0
+        for i, (ids, *_) in enumerate(self.pieces):
+            if at in starts:
+                self.pieces[i] = (ids, False, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32))
+            at += len(ids)
+        self.confidences = [c for i, c in enumerate(self.confidences) if i not in abandoned]
+        self.raw_logps = [logp for i, logp in enumerate(self.raw_logps) if i not in abandoned]
+        for turn in left_out:
+            turn.abandoned = True
+        return bool(turns) and len(left_out) == len(turns)
+
     def _close_env(self) -> None:
         self.environment = getattr(self.env, "environment", None)
         close = getattr(self.env, "close", None)
@@ -155,6 +179,8 @@ class Sibling:
             return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 
         self.leave_barrier()
+        if self._leave_out(getattr(self.env, "abandoned", ())) and fate is None:
+            fate, reason = Fate.FAILED, ALL_ABANDONED
         self._close_env()
         self.withdraw(self.length)  # a segment in which nothing was sampled
         self.running = False

@@ -122,7 +122,7 @@ class RolloutRunner:
             flight,
             sibling,
             o,
-            stop=self._stop(flight),
+            stop=self._stop(flight, sibling),
             turn_length=self._turn_length,
             report=o.report | (self._rules.needs if train else frozenset()),
             keep=self._may_go_on(sibling),
@@ -137,8 +137,8 @@ class RolloutRunner:
         more = sibling.env is not None and len(sibling.rollout.turns) + 1 < self.task.max_turns
         return more and "keep_kv" in self.engine.provides
 
-    def _stop(self, flight: Flight) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.options[flight.job.purpose].params.stop, *self.task.stop)))
+    def _stop(self, flight: Flight, sibling: Sibling) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.options[flight.job.purpose].params.stop, *self.task.stop, *sibling.stop)))
 
     def poll(self) -> list[Group]:
         """Run one engine step; return the finished and scored groups, in launch order."""
@@ -199,7 +199,7 @@ class RolloutRunner:
                 continue
             turn = Turn(text, None, sibling.length, sibling.length + len(f.token_ids), f.stop_reason)
             if f.stop_reason == "stop":
-                stop = self._stop(flight)
+                stop = self._stop(flight, sibling)
                 turn.action = cut_at_stop(text, stop)
                 turn.stop_string = stop_string_of(turn.action, stop)
             sibling.sampled(f)
@@ -283,7 +283,7 @@ class RolloutRunner:
     def _step_env(self, flight: Flight, sibling: Sibling, turn: Turn) -> None:
         env, whole = sibling.env, decode_whole(self.tokenizer, sibling.last_sampled())
         if turn.stop_reason == "stop":
-            whole = cut_at_stop(whole, self._stop(flight))
+            whole = cut_at_stop(whole, self._stop(flight, sibling))
         tokens = turn.stop - turn.start
         before = sibling.context_length - tokens
         said = ModelTurn(turn.action, turn.stop_reason, turn.stop_string, whole, before, tokens)
@@ -346,7 +346,7 @@ class RolloutRunner:
         self.engine.cancel([(*flight.key, rollout.sibling)])  # no turn follows
         if sibling.reward is None and not self.rewarder.names:
             sibling.reward = 0.0
-        if sibling.reward is not None:
+        if sibling.reward is not None and rollout.fate is None:
             rollout.reward = sibling.reward
             rollout.rewards = {"env": sibling.reward, **{f"env/{a}": r for a, r in rollout.agent_rewards.items()}}
 

@@ -31,7 +31,7 @@ def turn_request(
     left = options.params.max_tokens - sibling.length
     if options.context_length is not None:
         left = min(left, options.context_length - len(context))
-    length = left if turn_length is None else min(left, turn_length)
+    length = min(limit for limit in (left, turn_length, sibling.max_tokens) if limit is not None)
     params = replace(options.params, max_tokens=length, stop=stop)
     if rollout.greedy:
         params = replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)

@@ -42,7 +42,7 @@ def completion_of(prompt: Prompt, rollout: Rollout) -> str | list[Message]:
     """Return a rollout for reward functions: for a text prompt all sampled text, for messages `messages_of`."""
     if prompt.messages is not None:
         return messages_of(rollout)
-    return "".join(turn.action for turn in rollout.turns) if rollout.turns else rollout.text
+    return "".join(t.action for t in rollout.turns if not t.abandoned) if rollout.turns else rollout.text
 
 
 def messages_of(rollout: Rollout) -> list[Message]:
@@ -51,7 +51,8 @@ def messages_of(rollout: Rollout) -> list[Message]:
         return [{"role": "assistant", "content": rollout.text}]
     messages: list[Message] = []
     for i, turn in enumerate(rollout.turns):
-        messages.append(dict(turn.message or {"role": "assistant", "content": turn.action}))
+        if not turn.abandoned:
+            messages.append(dict(turn.message or {"role": "assistant", "content": turn.action}))
         if turn.observation is not None and i < len(rollout.turns) - 1:
             messages += _answers(turn.observation)
     return messages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -16,13 +15,19 @@ from typing import Any
 
 from ...env.base import StepResult
 from ...env.prompting import NextMessages
-from ...env.tools import Parser
+from ...env.tools import Parser, action_of
 from ...env.workers.calls import Deadlines, Owed
 from ...env.workers.functions import describe_error, function_name
 from ...types import Message
-from .endpoint import Answer, Endpoint, OverError
+from .endpoint import Answer, Client, Endpoint, OverError
 from .event_loop import AgentLoop
 from .messages import added_to, answer_of, request_key
+
+UNMARKED = (
+    "its client sends equal requests without saying whether it repeats one; each gets an answer of its own, unless the "
+    "connection of the one before was closed. Send the header X-Stainless-Retry-Count: 1 with a repetition, as openai "
+    "does"
+)
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,26 @@ class Request:
     with_stop: bool
     """Whether it wants the stop string that ends an answer."""
     agent: str
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    one_call: bool
+    """Whether it wants one tool call at most."""
     reply: Owed = field(default_factory=Owed)
+    clients: list[Client] = field(default_factory=list)
+    """Connections that wait for the answer: several where a client repeats the request."""
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody waits for the answer or has had it."""
+        return all(client.gone for client in self.clients)
+
+    def like(self, other: Request) -> bool:
+        """Return whether another request asks the same, with any limits of its answer."""
+        return (self.messages, self.tools, self.agent) == (other.messages, other.tools, other.agent)
 
     def same_as(self, other: Request) -> bool:
-        return (self.messages, self.tools, self.agent) == (other.messages, other.tools, other.agent)
+        mine, others = ((r.max_tokens, r.stop, r.one_call) for r in (self, other))
+        return mine == others and self.like(other)
 
     def continued_by(self, other: Request) -> tuple[Message, ...] | None:
         """Return the messages that another request adds to this one and its answer; None if it does not continue it."""
@@ -78,37 +99,34 @@ class AgentEnv:
         """The last request of each segment."""
         self._ended = Owed()
         """What the agent returned or raised."""
-        self._turns = 0
+        self._answered: list[Request] = []
+        """Requests by turn."""
         self._over = False
 
     # ------------------------------------------------------------ the agent's side
 
-    def ask(
-        self,
-        messages: list[Message],
-        tools: tuple[Mapping[str, Any], ...],
-        with_stop: bool,
-        agent: str,
-        retried: bool | None,
-    ) -> Answer:
+    def ask(self, messages: list[Message], *, retried: bool | None, client: Client, **settings: Any) -> Answer:
         """Wait for the policy's answer and return it.
 
-        A request that a client repeats after a lost connection gets the same answer. `retried`: whether the client says
-        that it repeats one; None: it says nothing, and a request equal to the last one is a repetition. Raises
-        OverError when the rollout has ended.
+        A request equal to one whose client is gone gets that one's answer: clients repeat requests after a timeout or
+        a lost connection. `retried`: whether the client says that it repeats one; None: it says nothing. Otherwise an
+        equal request gets an answer of its own. Raises OverError when the rollout has ended.
         """
-        request = Request(messages, tools, with_stop, agent)
+        request = Request(messages, **settings)
         with self._lock:
             if self._over:
                 raise OverError
-            repeatable = self._requests if retried else [] if retried is False else self._requests[-1:]
-            repeated = next((earlier for earlier in reversed(repeatable) if request.same_as(earlier)), None)
-            if repeated is None:
+            equal = [earlier for earlier in reversed(self._requests) if request.same_as(earlier)]
+            left = [earlier for earlier in equal if earlier.abandoned]
+            if left or (retried and equal):
+                request = (left or equal)[0]
+            else:
                 self._requests.append(request)
                 self._waiting.append(request)
-                self._pass_on()
-            else:
-                request = repeated
+                if equal and retried is None:
+                    self._endpoint.warn("equal requests", text=UNMARKED)
+            request.clients.append(client)
+            self._pass_on()
         answer: Answer = request.reply.future.result()
         return answer
 
@@ -122,14 +140,24 @@ class AgentEnv:
             value = self._agent(base_url=self._address)
             return Returned(self._loop.run(value) if inspect.isawaitable(value) else value)
         except BaseException as error:
-            raise RuntimeError(f"{self._label} raised {describe_error(error)}") from None
+            raise RuntimeError(f"{self._label} raised {describe_error(error)}{self._unasked}") from None
+
+    @property
+    def _unasked(self) -> str:
+        return self._endpoint.unasked(self._address)
 
     def _pass_on(self) -> None:
         """Give the policy the agent's end or, if it has no request, the next one."""
         if self._ended.future.done():
             self._next.settle(self._ended.future.result)
-        elif self._with_policy is None and self._waiting:
-            self._with_policy = request = self._waiting.popleft()
+            return
+        while self._with_policy is None and self._waiting:
+            request = self._waiting.popleft()
+            if request.abandoned:  # a repetition of it is a new request
+                self._requests.remove(request)
+                request.reply.fail(OverError())
+                continue
+            self._with_policy = request
             self._next.succeed(self._as_observation(request))
 
     def _as_observation(self, request: Request) -> NextMessages:
@@ -143,9 +171,10 @@ class AgentEnv:
             self._segments.pop()
             continues = -1
         self._segments.append(request)
-        again = sum(map(request.same_as, self._requests[: self._requests.index(request)]))
+        again = sum(map(request.like, self._requests[: self._requests.index(request)]))
         key = request_key(request.messages, request.tools, request.agent, again)
-        return NextMessages(added, request.tools, continues, request.messages, request.agent, key)
+        asked = request.messages, request.agent, key, request.max_tokens, request.stop
+        return NextMessages(added, request.tools, continues, *asked)
 
     # ------------------------------------------------------------ the policy's side
 
@@ -158,14 +187,22 @@ class AgentEnv:
         with self._lock:
             request = self._with_policy
             assert request is not None
-            message = answer_of(text, self._parse if request.tools else None, self._turns, request.with_stop)
-            self._turns += 1
+            parse, turn = self._parse if request.tools else None, len(self._answered)
+            message = answer_of(text, parse, turn, with_stop=request.with_stop, one_call=request.one_call)
+            self._answered.append(request)
             self._next, self._with_policy = Owed(), None
             request.reply.succeed(Answer(message, text))
             self._pass_on()
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        action = json.dumps([[c["name"], c["arguments"]] for c in calls], sort_keys=True) if calls else None
+        action = action_of([(c["name"], c["arguments"]) for c in calls]) if calls else None
         return self._deadlines.submit_async(lambda: self._after(action, message if calls else None))
+
+    @property
+    def abandoned(self) -> list[int]:
+        """Turns whose answer nobody waited for."""
+        with self._lock:
+            asked = [*self._answered, *([] if self._with_policy is None else [self._with_policy])]
+            return [turn for turn, request in enumerate(asked) if request.abandoned]
 
     def close(self) -> None:
         """End the rollout; pending and later requests raise OverError."""
@@ -181,9 +218,13 @@ class AgentEnv:
         return asked
 
     async def _first(self) -> str | None:
-        asked = await self._asked()
+        try:
+            asked = await self._asked()
+        except asyncio.CancelledError:  # its time is over
+            waited = f"took over {self._deadlines.timeout_s:g} s without asking the policy anything"
+            raise TimeoutError(f"{self._label} {waited}{self._unasked}") from None
         if isinstance(asked, Returned):
-            raise RuntimeError(f"{self._label} ended without asking the policy anything")
+            raise RuntimeError(f"{self._label} ended without asking the policy anything{self._unasked}")
         return asked
 
     async def _after(self, action: str | None, message: Message | None) -> StepResult:

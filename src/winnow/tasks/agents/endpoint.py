@@ -7,7 +7,10 @@ parties cannot.
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import select
+import socket
 import threading
 import time
 import warnings
@@ -17,7 +20,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from ...types import Message
-from .messages import messages_of, tools_of, wire
+from .messages import messages_of, wire
+from .settings import settings_of, without_effect
 
 MODEL = "policy"
 MAX_BODY_BYTES = 64 << 20
@@ -26,9 +30,8 @@ MAX_NAME = 64
 """Most characters of an agent's name."""
 STALLED_S = 30
 """Seconds without a byte after which a connection is closed."""
-WITH_STOP = "include_stop_str_in_output"
-"""vLLM's name for an answer with the stop string that ended it."""
-HEEDED = {"model", "messages", "tools", "stream", "stream_options", "n", WITH_STOP}
+SHARED = "rollouts run at the same time and share os.environ and global clients"
+ROUTES = "there is only /v1/chat/completions"
 
 
 class OverError(RuntimeError):
@@ -55,6 +58,41 @@ class Answer:
         return {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
 
 
+class Client:
+    """The connection of a request. Thread-safe."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._answering = False
+        self._closed = False
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client closed the connection before it had an answer, e.g. at its timeout."""
+        if not self._answering and not self._closed:
+            self._closed = _closed(self._connection)
+        return self._closed
+
+    def begin_answer(self) -> bool:
+        """Return whether the client still waits. A connection closed later has had its answer, unless it is `lost`."""
+        self._answering = not self.gone
+        return self._answering
+
+    def lost(self) -> None:
+        """Note that the client closed the connection without reading its answer."""
+        self._closed = True
+
+
+def _closed(connection: socket.socket) -> bool:
+    """Return whether the other side has closed a connection from which nothing is being read."""
+    poll = select.poll()
+    try:
+        poll.register(connection, select.POLLIN)
+        return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
+    except (OSError, ValueError):
+        return True
+
+
 Ask = Callable[..., Answer]
 """Passes a request to the policy, see `AgentEnv.ask`."""
 
@@ -69,7 +107,9 @@ class Endpoint(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Request)
         self.asks: dict[str, Ask] = {}
-        self._unheeded: set[str] = set()
+        self._reached: set[str] = set()
+        """Addresses that have had a request."""
+        self._warned: set[str] = set()
         threading.Thread(target=self.serve_forever, name="winnow-endpoint", daemon=True).start()
 
     def open(self, ask: Ask) -> str:
@@ -79,13 +119,38 @@ class Endpoint(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/{secret}/v1"
 
     def forget(self, base_url: str) -> None:
-        self.asks.pop(base_url.split("/")[-2], None)
+        secret = _secret(base_url)
+        self.asks.pop(secret, None)
+        self._reached.discard(secret)
 
-    def unheeded(self, keys: set[str]) -> None:
-        """Warn once about each setting without effect here."""
-        if new := sorted(keys - self._unheeded):
-            self._unheeded |= keys
-            warnings.warn(f"agent: its requests set {', '.join(new)}; the run's settings hold instead", stacklevel=2)
+    def ask_at(self, secret: str) -> Ask | None:
+        """Return what answers a request to an address."""
+        ask = self.asks.get(secret)
+        if ask is not None:
+            self._reached.add(secret)
+        return ask
+
+    def warn(self, *causes: str, text: str) -> None:
+        """Warn once about each cause; `{}` in the text is where the new ones go."""
+        if new := sorted(set(causes) - self._warned):
+            self._warned.update(new)
+            warnings.warn(f"agent: {text.format(', '.join(new))}", stacklevel=2)
+
+    def shared_address(self) -> str:
+        """Return the environment variable with an address of this server, which all rollouts see; else empty text."""
+        own = f"http://127.0.0.1:{self.server_address[1]}/"
+        return next((name for name, value in sorted(os.environ.items()) if value.startswith(own)), "")
+
+    def unasked(self, base_url: str) -> str:
+        """Return what to do where an agent has sent no request to its address; else empty text."""
+        if _secret(base_url) in self._reached:
+            return ""
+        if name := self.shared_address():
+            return f"; {name} in os.environ is the address of one rollout, but {SHARED}: give base_url to its client"
+        return (
+            f"; no request came to its base_url: give that to its client ({SHARED}; the address is of this machine, "
+            "not of a container or another host)"
+        )
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of broken connections."""
@@ -101,45 +166,85 @@ class _Request(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "winnow", ""
 
+    client: Client | None = None
+    """Client whose answer is being sent, until its next request."""
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:
+            if self.client is not None:
+                self.client.lost()
+            raise
+
     def do_GET(self) -> None:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "winnow"}
-        if self._ask("/v1/models") is None:
-            return self._refuse(404, "no such address")
-        self._json(200, {"object": "list", "data": [model]})
+        if self._ask("/v1/models") is not None:
+            self._json(200, {"object": "list", "data": [model]})
+        elif self._ask(f"/v1/models/{MODEL}") is not None:
+            self._json(200, model)
+        else:
+            self._refuse(404, self._no_address())
 
     def do_POST(self) -> None:
+        self.client = None
         ask = self._ask("/v1/chat/completions")
         if ask is None:  # before reading a stranger's data
             self.close_connection = True
-            return self._refuse(404, "no such address, or its rollout has ended; there is /v1/chat/completions")
+            return self._refuse(404, self._no_address())
         size = self.headers.get("Content-Length", "")
         if not size.isdecimal() or len(size) > len(str(MAX_BODY_BYTES)) or int(size) > MAX_BODY_BYTES:
             self.close_connection = True
             return self._refuse(413, f"Content-Length must be at most {MAX_BODY_BYTES}, not {size[:20]!r}")
         body = self.rfile.read(int(size))
+        client = Client(self.connection)
         try:
             given = json.loads(body)
-            if not isinstance(given, dict) or given.get("n") not in (None, 1):
-                raise ValueError("a request is an object, for one answer (n=1)")
-            self.server.unheeded({key for key, value in given.items() if value is not None} - HEEDED)
-            answer = ask(
-                messages_of(given.get("messages")),
-                tools_of(given.get("tools")),
-                with_stop=bool(given.get(WITH_STOP)),
-                agent=_agent(given.get("model")),
-                retried=_retried(self.headers.get("X-Stainless-Retry-Count")),
-            )
+            if not isinstance(given, dict):
+                raise ValueError("a request is an object")
+            settings = settings_of(given)
+            messages = messages_of(given.get("messages"))
+            self._warn_of(given)
+            retried = _retried(self.headers.get("X-Stainless-Retry-Count"))
+            answer = ask(messages, agent=_agent(given.get("model")), retried=retried, client=client, **settings)
         except OverError:
             return self._refuse(410, "the rollout has ended")
         except (ValueError, RecursionError) as error:
             return self._refuse(400, str(error))
-        if given.get("stream"):
-            return self._events(_chunks(answer))
-        self._json(200, _completion(answer))
+        if not client.begin_answer():
+            self.close_connection = True
+            return None
+        self.client = client
+        if not given.get("stream"):
+            return self._json(200, _completion(answer))
+        self._events(_chunks(answer))
+        self.client = None  # it may stop reading
+
+    def _warn_of(self, given: dict[str, Any]) -> None:
+        """Warn of settings without effect, and of an address that the agent cannot have meant."""
+        server = self.server
+        of_the_run, unknown = without_effect(given)
+        server.warn(*of_the_run, text="its requests set {}; the run's settings hold instead")
+        server.warn(*unknown, text="its requests set {}, which has no effect here")
+        if name := server.shared_address():
+            text = "{} in os.environ is the address of one rollout, but " + SHARED
+            server.warn(name, text=f"{text}: give base_url to each client")
 
     def _ask(self, route: str) -> Ask | None:
+        secret, rest = self._parts()
+        ask = self.server.ask_at(secret)
+        return ask if rest == route else None
+
+    def _parts(self) -> tuple[str, str]:
+        """Return the secret and the route."""
         secret, slash, rest = self.path.partition("?")[0].lstrip("/").partition("/")
-        return self.server.asks.get(secret) if slash + rest == route else None
+        return secret, slash + rest
+
+    def _no_address(self) -> str:
+        secret, route = self._parts()
+        if secret in self.server.asks:
+            return f"no such address ({route}); {ROUTES}"
+        return f"no such address, or its rollout has ended: {SHARED}, so give each client its own base_url; {ROUTES}"
 
     def _refuse(self, status: int, message: str) -> None:
         self._json(status, {"error": {"message": message, "type": "invalid_request_error", "code": status}})
@@ -172,6 +277,10 @@ def _envelope(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
         "model": MODEL,
         "choices": [{"index": 0, **choice}],
     }
+
+
+def _secret(base_url: str) -> str:
+    return base_url.split("/")[-2]
 
 
 def _agent(model: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ...env.base import before_stop
@@ -53,10 +54,14 @@ def _text(content: Any) -> str:
 
 
 def _call(given: Any) -> dict[str, Any]:
-    """Return a call with its arguments as an object, the form shown by chat templates."""
+    """Return a call with its arguments as an object, the form shown by chat templates.
+
+    Arguments that are no JSON stay a text: the policy may have written them, and its mistakes are its own.
+    """
     name, arguments = given["function"]["name"], given["function"].get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
     return {"id": given.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -70,15 +75,17 @@ def tools_of(given: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def answer_of(text: str, parse: Parser | None, turn: int, with_stop: bool) -> Message:
+def answer_of(text: str, parse: Parser | None, turn: int, *, with_stop: bool, one_call: bool) -> Message:
     """Return the policy's text as a message; `parse` finds tool calls, where the request offered tools.
 
-    A stop string that ended the turn is left out, as in OpenAI's API, unless the request wants it.
+    A stop string that ended the turn is left out, as in OpenAI's API, unless the request wants it. `one_call`: calls
+    after the first are left out, as in vLLM.
     """
     message = message_of(text, parse) if parse else None
     if message is None:
         return {"role": "assistant", "content": text if with_stop else before_stop(text)}
-    named = [{"id": f"call_{turn}_{i}", **call} for i, call in enumerate(message["tool_calls"])]
+    calls = message["tool_calls"][:1] if one_call else message["tool_calls"]
+    named = [{"id": f"call_{turn}_{i}", **call} for i, call in enumerate(calls)]
     return {**message, "tool_calls": named}
 
 

@@ -1,0 +1,468 @@
+"""Requests of agents: repeated, abandoned, with settings of their own, or to another address."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import threading
+import time
+import warnings
+from urllib.parse import urlsplit
+
+import pytest
+
+from winnow.env.tools import with_tools
+from winnow.methods.group_kind import GroupJudge
+from winnow.record.step_metrics import Tally
+from winnow.sampler.codec import group_from, group_state
+from winnow.tasks.agents import with_agent
+from winnow.types import Fate
+
+from ..builders.agent_requests import Slow, start_request
+from ..builders.asking import ask, user
+from ..builders.tool_calls import call
+from ..builders.tool_rollouts import roll
+from ..builders.tools import OneTurn, add, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def offered():
+    return list(with_tools(OneTurn(), [add]).train[0].tools)
+
+
+def trained(tokenizer, rollout):
+    return tokenizer.decode(rollout.token_ids[rollout.action_mask])
+
+
+# ------------------------------------------------------------ repeated
+
+
+def votes(base_url, prompt):
+    """Self-consistency with a plain client."""
+    return float(len({ask(base_url, prompt)["content"] for _ in range(3)}))
+
+
+def votes_at_once(base_url, prompt):
+    said = []
+    asking = [threading.Thread(target=lambda: said.append(ask(base_url, prompt)["content"])) for _ in range(3)]
+    for each in asking:
+        each.start()
+    for each in asking:
+        each.join()
+    return float(len(set(said)))
+
+
+@pytest.mark.parametrize("agent", [votes, votes_at_once])
+def test_equal_requests_have_answers_of_their_own_and_the_remedy_is_named_once(tokenizer, agent):
+    script = [["a", "b", "c"], ["d", "d", "e"]]
+    with pytest.warns(UserWarning, match="X-Stainless-Retry-Count: 1 with a repetition") as seen:
+        rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent), script)
+    assert len([w for w in seen if "equal requests" in str(w.message)]) == 1
+    assert [r.reward for r in rollouts] == [3.0, 2.0]
+    assert [len(r.turns) for r in rollouts] == [3, 3]
+    assert all(r.action_mask.all() for r in rollouts)
+
+
+@pytest.mark.parametrize("retry", [None, 0, 1])
+def test_a_repetition_after_a_closed_connection_is_the_same_turn(tokenizer, retry):
+    """A client with a timeout of its own; some retry in a loop around it, so that it is not marked."""
+
+    def agent(base_url, prompt, slow):
+        with start_request(base_url, prompt):
+            slow.working.wait(20)
+        waiting = threading.Thread(target=lambda: said.append(ask(base_url, prompt, retry=retry)["content"]))
+        waiting.start()
+        time.sleep(0.2)
+        slow.go_on.set()
+        waiting.join()
+        return 1
+
+    said = []
+    (rollout,) = Slow(tokenizer, [["a", "never said"]]).roll(agent)
+    assert said == ["a"]
+    assert (rollout.reward, len(rollout.turns)) == (1.0, 1)
+    assert trained(tokenizer, rollout) == "a<e>"
+
+
+# ------------------------------------------------------------ abandoned
+
+
+def closes(base_url, prompt, slow):
+    """A client that times out while the policy works."""
+    with start_request(base_url, prompt):
+        slow.working.wait(20)
+
+
+def cancels(base_url, prompt, slow):
+    """asyncio.wait_for around a client whose coroutine is cancelled."""
+
+    async def answer():
+        to = urlsplit(base_url)
+        reader, writer = await asyncio.open_connection(to.hostname, to.port)
+        body = json.dumps({"messages": prompt}).encode()
+        writer.write(f"POST {to.path}/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        try:
+            await reader.read()
+        finally:
+            writer.close()
+
+    async def wait():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(answer(), 0.3)
+
+    asyncio.run(wait())
+
+
+@pytest.mark.parametrize("gives_up", [closes, cancels])
+def test_an_answer_that_was_given_up_is_not_trained_and_counted(tokenizer, gives_up):
+    def agent(base_url, prompt, slow):
+        gives_up(base_url, prompt, slow)
+        later = threading.Timer(0.2, slow.go_on.set)  # while the next request waits
+        later.start()
+        return float(ask(base_url, [user("Another.")])["content"] == "right")
+
+    group = Slow(tokenizer, [["nobody reads this", "right"]]).group(agent)
+    (rollout,) = group.rollouts
+    assert (rollout.reward, rollout.fate) == (1.0, None)
+    assert [turn.abandoned for turn in rollout.turns] == [True, False]
+    assert trained(tokenizer, rollout) == "right<e>"
+    first, second = rollout.parts()
+    assert not first.action_mask.any()
+    assert second.action_mask.all()
+    assert not rollout.sampler_logp[~rollout.action_mask].any()
+    assert set(rollout.versions[~rollout.action_mask]) == {-1}
+    assert_counted(group, 1, len("nobody reads this") + 1)
+
+
+def assert_counted(group, turns, tokens):
+    tally = Tally(GroupJudge())
+    tally.finished(group)
+    for rollout in group.rollouts:
+        rollout.fate = rollout.fate or Fate.TRAINED
+    tally.fated(group)
+    metrics = tally.metrics()
+    assert metrics["turns/abandoned"] == turns
+    assert metrics["tokens/abandoned"] == tokens
+    assert metrics["tokens/trained"] == tally.sampled_tokens - tokens
+    assert group_from(group_state(group), {"train": [group.prompt]}).rollouts[0].turns[0].abandoned
+
+
+def test_reward_functions_do_not_see_what_nobody_waited_for(tokenizer):
+    def agent(base_url, prompt, slow):
+        closes(base_url, prompt, slow)
+        slow.go_on.set()
+        ask(base_url, [user("Another.")])
+
+    seen = []
+    judge = lambda completions, **_: [seen.append(c) or 1.0 for c in completions]  # noqa: E731
+    Slow(tokenizer, [["nobody reads this", "right"]], funcs=[judge]).roll(agent)
+    assert [m["content"] for m in seen[0] if m["role"] == "assistant"] == ["right"]
+
+
+def test_the_last_answer_may_be_given_up_too(tokenizer):
+    """The reward is that of the answers that the agent had."""
+
+    def agent(base_url, prompt, slow):
+        slow.go_on.set()
+        first = ask(base_url, prompt)
+        slow.go_on.clear()
+        slow.working.clear()
+        with start_request(base_url, [*prompt, first, user("Sure?")]):
+            slow.working.wait(20)
+        slow.go_on.set()
+        return 0.5
+
+    (rollout,) = Slow(tokenizer, [["first", "second"]]).roll(agent)
+    assert rollout.reward == 0.5
+    assert [turn.abandoned for turn in rollout.turns] == [False, True]
+    assert trained(tokenizer, rollout) == "first<e>"
+
+
+def test_a_rollout_whose_every_answer_was_given_up_fails_with_the_cause(tokenizer):
+    def agent(base_url, prompt, slow):
+        closes(base_url, prompt, slow)
+        slow.go_on.set()
+        return 0.0
+
+    (rollout,) = Slow(tokenizer, [["unread"]]).roll(agent)
+    assert (rollout.fate, rollout.reward) == (Fate.FAILED, None)
+    assert "gave up every request before its answer" in rollout.reason
+    assert not rollout.action_mask.any()
+
+
+def test_an_answer_that_was_not_read_is_given_up_though_it_was_sent(tokenizer):
+    """The client stops while its answer lies in the socket."""
+
+    def agent(base_url, prompt, slow):
+        slow.go_on.set()
+        connection = start_request(base_url, prompt)
+        connection.sock.recv(1)  # it is there
+        connection.close()
+        time.sleep(0.2)
+        return float(ask(base_url, [user("Another.")])["content"] == "right")
+
+    (rollout,) = Slow(tokenizer, [["unread", "right"]]).roll(agent)
+    assert [turn.abandoned for turn in rollout.turns] == [True, False]
+    assert trained(tokenizer, rollout) == "right<e>"
+
+
+def test_a_request_given_up_before_its_turn_costs_nothing(tokenizer):
+    def agent(base_url, prompt, slow):
+        first = threading.Thread(target=ask, args=(base_url, prompt))
+        first.start()
+        slow.working.wait(20)
+        with start_request(base_url, [user("Never asked.")]):
+            time.sleep(0.2)
+        slow.go_on.set()
+        first.join()
+        return float(ask(base_url, [user("Another.")])["content"] == "second")
+
+    (rollout,) = Slow(tokenizer, [["first", "second"]]).roll(agent)
+    assert (rollout.reward, len(rollout.turns)) == (1.0, 2)
+    assert not any(turn.abandoned for turn in rollout.turns)
+
+
+def test_what_a_client_has_read_counts_however_it_leaves(tokenizer):
+    """Streams that are left early, connections that are kept or closed."""
+
+    def agent(base_url, prompt, slow):
+        slow.go_on.set()
+        kept = start_request(base_url, prompt)
+        kept.getresponse().read()
+        closed = start_request(base_url, [user("Two.")])
+        closed.getresponse().read()
+        closed.close()
+        streamed = start_request(base_url, [user("Three.")], stream=True)
+        streamed.sock.recv(20)
+        streamed.close()
+        time.sleep(0.2)
+        return 1
+
+    (rollout,) = Slow(tokenizer, [["1", "2", "3"]]).roll(agent)
+    assert not any(turn.abandoned for turn in rollout.turns)
+    assert rollout.reward == 1.0
+
+
+# ------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"n": 4}, "n: one answer per request; send several requests (got 4)"),
+        ({"logprobs": True}, "logprobs: answers have no log-probabilities; leave it out (got True)"),
+        ({"top_logprobs": 2}, "top_logprobs: answers have no log-probabilities; leave it out (got 2)"),
+        ({"tool_choice": "required"}, "tool_choice: a call cannot be forced; use auto or none, and reward the call"),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice: a call cannot be forced"),
+        ({"response_format": {"type": "json_object"}}, "response_format: the policy's answers are not constrained"),
+        ({"guided_json": {}, "structured_outputs": {"json": {}}}, "structured_outputs: the policy's answers are not"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: not supported; leave it out"),
+        ({"functions": [{}]}, "functions: deprecated by OpenAI; use tools"),
+        ({"max_tokens": 0}, "max_tokens: must be at least 1 (got 0)"),
+        ({"max_completion_tokens": "9"}, "max_completion_tokens: must be at least 1 (got '9')"),
+        ({"stop": ["a", ""]}, "stop: give a text or a list of texts, none empty (got ['a', ''])"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_key(tokenizer, settings, said):
+    def agent(base_url, prompt):
+        seen.append(ask(base_url, prompt, tools=offered(), **settings))
+        return 0.0
+
+    seen = []
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a"]])
+    ((status, message),) = seen
+    assert status == 400
+    assert message.startswith(said)
+    assert rollout.reason.endswith("ended without asking the policy anything")
+
+
+def test_settings_without_meaning_are_no_refusal_and_no_warning(tokenizer):
+    def agent(base_url, prompt):
+        none = {"response_format": {"type": "text"}, "logprobs": False, "top_logprobs": 0, "frequency_penalty": 0}
+        ask(base_url, prompt, tool_choice="auto", parallel_tool_calls=True, n=1, user="me", logit_bias={}, **none)
+        return 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a"]])
+    assert rollout.reward == 1.0
+
+
+def test_an_unknown_setting_is_not_said_to_be_one_of_the_run(tokenizer):
+    def agent(base_url, prompt):
+        ask(base_url, prompt, reasoning_effort="low", temperature=0.5)
+        return 1
+
+    with pytest.warns(UserWarning, match="its requests set") as seen:
+        roll(tokenizer, with_agent(OneTurn(), agent), [["a"]])
+    said = {str(warning.message) for warning in seen}
+    assert "agent: its requests set temperature; the run's settings hold instead" in said
+    assert "agent: its requests set reasoning_effort, which has no effect here" in said
+
+
+def test_tool_choice_none_offers_no_tools_and_finds_no_calls(tokenizer):
+    def agent(base_url, prompt):
+        said.append(ask(base_url, prompt, tools=offered(), tool_choice="none"))
+        said.append(ask(base_url, prompt, tools=offered()))
+        return 1
+
+    said = []
+    made = call("add", a=1, b=2)
+    _, seen = roll(tokenizer, with_agent(OneTurn(), agent), [[made, made]])
+    assert said[0] == {"role": "assistant", "content": made}
+    assert said[1]["tool_calls"][0]["function"]["name"] == "add"
+    assert "add" not in seen[0]
+    assert "add" in seen[1]
+
+
+def test_one_call_at_a_time(tokenizer):
+    """As in vLLM: the calls after the first are left out of the answer, and the conversation goes on from it."""
+
+    def agent(base_url, prompt):
+        said.append(ask(base_url, prompt, tools=offered(), parallel_tool_calls=False))
+        (made,) = said[0]["tool_calls"]
+        result = {"role": "tool", "tool_call_id": made["id"], "content": "3"}
+        ask(base_url, [*prompt, said[0], result], tools=offered())
+        return 1
+
+    said = []
+    two = call("add", a=1, b=2) + call("add", a=5, b=5)
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [[two, "Done."]])
+    assert rollout.reward == 1.0
+    assert not rollout.later
+    assert rollout.turns[0].action == two
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens"])
+def test_max_tokens_is_the_most_of_one_answer(tokenizer, key):
+    def agent(base_url, prompt):
+        first = ask(base_url, prompt, **{key: 4})
+        second = ask(base_url, [*prompt, first, user("All.")])
+        return float((first["content"], second["content"]) == ("abcd", "abcdefgh"))
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, max_turn_length=100), [["abcdefgh", "abcdefgh"]])
+    assert rollout.reward == 1.0
+    assert [turn.stop_reason for turn in rollout.turns] == ["length", "eos"]
+
+
+def test_max_tokens_does_not_exceed_the_runs_own_limit(tokenizer):
+    def agent(base_url, prompt):
+        return float(ask(base_url, prompt, max_tokens=100)["content"] == "abc")
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, max_turn_length=3), [["abcdefgh"]])
+    assert rollout.reward == 1.0
+
+
+def test_a_stop_of_a_request_ends_that_answer(tokenizer):
+    """As ReAct agents need it, lest the policy writes its own observation."""
+
+    def agent(base_url, prompt):
+        first = ask(base_url, prompt, stop=["Observation:"])
+        second = ask(base_url, [*prompt, first, user("On.")])
+        return float((first["content"], second["content"]) == ("Act: look\n", "Observation: seen"))
+
+    script = [["Act: look\nObservation:", "Observation: seen"]]
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), script)
+    assert rollout.reward == 1.0
+    assert rollout.turns[0].stop_string == "Observation:"
+    assert rollout.turns[0].stop_reason == "stop"
+    assert rollout.turns[1].stop_string == ""
+
+
+def test_a_model_can_be_looked_up(tokenizer):
+    def agent(base_url, prompt):
+        to = urlsplit(base_url)
+        connection = http.client.HTTPConnection(to.hostname, to.port, timeout=20)
+        for path, status in (("/models", 200), ("/models/policy", 200), ("/models/other", 404)):
+            connection.request("GET", to.path + path)
+            response = connection.getresponse()
+            assert response.status == status
+            response.read()
+        ask(base_url, prompt)
+        return 1
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a"]])
+    assert rollout.reward == 1.0
+
+
+# ------------------------------------------------------------ another address
+
+
+def by_environment(base_url, prompt):
+    os.environ["MY_BASE_URL"] = base_url
+    time.sleep(0.2)  # the framework imports
+    ask(os.environ["MY_BASE_URL"], prompt)
+    return 1.0
+
+
+def test_an_address_in_the_environment_is_named_at_the_first_request(tokenizer, monkeypatch):
+    monkeypatch.setenv("MY_BASE_URL", "")
+    task = with_agent(OneTurn(), by_environment, timeout_s=3)
+    with pytest.warns(UserWarning, match="agent: MY_BASE_URL in os.environ is the address of one rollout, but"):
+        rollouts, _ = roll(tokenizer, task, [["a", "b"], ["c", "d"]])
+    assert Fate.FAILED in {r.fate for r in rollouts}
+    failed = next(r for r in rollouts if r.fate == Fate.FAILED)
+    assert "MY_BASE_URL in os.environ is the address of one rollout" in failed.reason
+    assert "give base_url to its client" in failed.reason
+
+
+def ends(base_url):
+    return 1.0
+
+
+def asks_another_host(base_url):
+    raise RuntimeError("Error code: 401 - Incorrect API key provided: unused")
+
+
+def hangs(base_url):
+    threading.Event().wait(3)
+
+
+@pytest.mark.parametrize("agent", [ends, asks_another_host, hangs])
+def test_an_agent_that_asks_elsewhere_is_told_where_to_ask(tokenizer, agent):
+    limit = 0.5 if agent is hangs else 60.0
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, timeout_s=limit), [["a"]])
+    assert rollout.fate == Fate.FAILED
+    assert "; no request came to its base_url: give that to its client (rollouts run at the same" in rollout.reason
+    assert f"agent {agent.__name__} " in rollout.reason
+
+
+def test_an_agent_that_fails_after_it_asked_is_not_told_so(tokenizer):
+    def agent(base_url, prompt):
+        ask(base_url, prompt)
+        raise RuntimeError("its own fault")
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a"]])
+    assert "its own fault" in rollout.reason
+    assert "base_url" not in rollout.reason
+
+
+def test_an_ended_address_names_the_cause(tokenizer):
+    def agent(base_url, prompt):
+        ask(base_url, prompt)
+        addresses.append(base_url)
+        return 1
+
+    addresses = []
+    task = with_agent(OneTurn(), agent)
+    roll(tokenizer, task, [["a"]])
+    status, said = ask(addresses[0], [user("Too late.")])
+    assert status == 404
+    assert "give each client its own base_url" in said
+
+
+def test_a_route_that_is_not_served_is_named(tokenizer):
+    def agent(base_url, prompt):
+        said.append(ask(base_url, prompt, route="/responses"))
+        ask(base_url, prompt)
+        return 1
+
+    said = []
+    roll(tokenizer, with_agent(OneTurn(), agent), [["a"]])
+    assert said == [(404, "no such address (/v1/responses); there is only /v1/chat/completions")]
