@@ -131,3 +131,19 @@ def test_a_begun_turn_and_its_completion_are_one(saved) -> None:
     whole = [[{"role": "user", "content": "why?"}], [{"role": "assistant", "content": "1 2 3"}]]
     (begun,) = model([prompt], [[{"role": "assistant", "content": "3"}]])
     assert begun == model([whole[0]], [whole[1]])[0]
+
+
+def test_a_template_that_wants_objects_scores_malformed_calls_too(saved):
+    """They are the policy's mistakes, not a failure of the judge."""
+    model = RewardModel(saved)
+    model.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} : {{ m.content }} {% for c in m.tool_calls or [] %}"
+        "{% for key, value in c.function.arguments | items %}{{ key }} {{ value }} {% endfor %}{% endfor %}{% endfor %}"
+    )
+    calls = [
+        [{"type": "function", "function": {"name": "f", "arguments": a}}] for a in ({"x": 1}, '{"x": 1}', "1", [1])
+    ]
+    completions = [[{"role": "assistant", "content": "3", "tool_calls": made}] for made in calls]
+    scores = model(prompts=[[{"role": "user", "content": "why?"}]] * 4, completions=completions)
+    assert all(isinstance(score, float) for score in scores)
+    assert scores[0] == pytest.approx(scores[1])

@@ -98,13 +98,18 @@ def _text_of(part: Mapping[str, Any]) -> str:
 def _ready(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
     if is_begun(messages):
         return _continued(tokenizer, messages, options)
-    return _applied(tokenizer, messages, add_generation_prompt=True, **options)
+    return applied(tokenizer, messages, add_generation_prompt=True, **options)
 
 
-def _applied(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
+def applied(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
+    """Return what the chat template makes of messages.
+
+    A template that needs objects as arguments of calls gets such, whatever the policy wrote. Raises any error of the
+    template.
+    """
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
-    except Exception:  # any error of a template: some iterate over arguments
+    except Exception:
         mended = [_with_object_arguments(message) for message in messages]
         if mended == list(messages):
             raise
@@ -112,19 +117,18 @@ def _applied(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str
 
 
 def _with_object_arguments(message: Message) -> Message:
-    """Return a message whose calls have objects as arguments: the policy may have written something else."""
-    if not message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if not calls or not all(isinstance(call.get("function"), Mapping) for call in calls):
         return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
-        if not isinstance(arguments, Mapping):
-            arguments = {"arguments": arguments}
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls}
+    return {**message, "tool_calls": [{**c, "function": _with_object(c["function"])} for c in calls]}
+
+
+def _with_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return {**function, "arguments": arguments if isinstance(arguments, Mapping) else {"arguments": arguments}}
 
 
 def _continued(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
@@ -136,7 +140,7 @@ def _continued(tokenizer: Any, messages: Sequence[Message], options: Mapping[str
     *before, last = messages
     refusal: Exception | None = None
     try:
-        text = _applied(tokenizer, messages, continue_final_message=True, **options)
+        text = applied(tokenizer, messages, continue_final_message=True, **options)
     except Exception as error:  # any error of a template, or of the search for the end of the turn
         refusal = error
     opening = _OPENING.match(last["content"]) if isinstance(last["content"], str) else None
@@ -145,9 +149,9 @@ def _continued(tokenizer: Any, messages: Sequence[Message], options: Mapping[str
     if refusal is not None and (not before or not isinstance(last["content"], str)):
         raise refusal
     try:
-        known = _applied(tokenizer, before, **options)
-        marked = _applied(tokenizer, [*before, {**last, "content": _MARK}, _USER], **options)
-        ready = _applied(tokenizer, before, add_generation_prompt=True, **options)
+        known = applied(tokenizer, before, **options)
+        marked = applied(tokenizer, [*before, {**last, "content": _MARK}, _USER], **options)
+        ready = applied(tokenizer, before, add_generation_prompt=True, **options)
     except Exception:  # it requires other turns
         if refusal is not None:
             raise refusal from None
@@ -193,8 +197,8 @@ def _derived(tokenizer: Any, options: Mapping[str, Any]) -> _Turns:
     marks, special = frozenset(added), frozenset(i for i, token in added.items() if token.special)
     turn: Message = {"role": "assistant", "content": _MARK}
     try:
-        alone = _behind(_MARK, _applied(tokenizer, [_USER, turn], **options))
-        followed = _behind(_MARK, _applied(tokenizer, [_USER, turn, _USER], add_generation_prompt=True, **options))
+        alone = _behind(_MARK, applied(tokenizer, [_USER, turn], **options))
+        followed = _behind(_MARK, applied(tokenizer, [_USER, turn, _USER], add_generation_prompt=True, **options))
     except Exception:  # it requires other turns: turns that begin with a mark can still be joined
         return _Turns(marks, special, frozenset(), None, "")
     alone_ids, followed_ids = _encoded(tokenizer, alone), _encoded(tokenizer, followed)
@@ -239,7 +243,7 @@ def joined(
     ids = _encoded(tokenizer, text)
     start, ends = 0, turns.ends
     if mark == _CALL_MARK:
-        alone = _encoded(tokenizer, _behind(mark, _applied(tokenizer, [*before, turn], **options)))
+        alone = _encoded(tokenizer, _behind(mark, applied(tokenizer, [*before, turn], **options)))
         start = _end_of_call(turns, ids, alone)
         ends |= {*ids[start : start + 1]} & turns.special & set(alone[start : start + 1])
     elif turns.text and text.startswith(turns.text) and _ends_with(tokenizer, sampled, turns.text):

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from ...base.errors import ConfigError
 from ...base.weights import weights_digest, without_embedding
 from ...types import Message
-from ..chat import is_begun
+from ..chat import applied, is_begun
 from ..prompting import tokenizer_digest
 
 TOKENS_AT_ONCE = 16_384
@@ -88,7 +88,7 @@ class RewardModel:
         if isinstance(prompt, str):
             text = prompt + completion
         else:
-            text = self.tokenizer.apply_chat_template(_conversation(prompt, completion), tokenize=False)
+            text = applied(self.tokenizer, _conversation(prompt, completion))
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         longest = getattr(self.model.config, "max_position_embeddings", None)
         if not ids or (longest is not None and len(ids) > longest):
