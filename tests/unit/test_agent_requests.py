@@ -184,6 +184,41 @@ def test_the_last_answer_may_be_given_up_too(tokenizer):
     assert trained(tokenizer, rollout) == "first<e>"
 
 
+def leaves_a_thread(base_url, prompt, slow):
+    threading.Thread(target=ask, args=(base_url, prompt), daemon=True).start()
+    slow.working.wait(20)
+
+
+async def leaves_a_task(base_url, prompt, slow):
+    """The first of several: the others go on, with their connections."""
+    waiting = asyncio.create_task(asyncio.to_thread(ask, base_url, prompt))
+    done, _ = await asyncio.wait([waiting], timeout=0.3)
+    assert not done
+
+
+@pytest.mark.parametrize("leaves", [leaves_a_thread, leaves_a_task])
+def test_an_answer_after_the_agents_return_is_given_up(tokenizer, leaves):
+    """Its connection is open, but the answer cannot have had a part in the reward."""
+
+    def agent(base_url, prompt, slow):
+        slow.go_on.set()
+        first = ask(base_url, prompt)
+        slow.go_on.clear()
+        slow.working.clear()
+        threading.Timer(1.0, slow.go_on.set).start()
+        left = leaves(base_url, [*prompt, first, user("Sure?")], slow)
+        return 0.5 if left is None else after(left)
+
+    async def after(left):
+        await left
+        return 0.5
+
+    (rollout,) = Slow(tokenizer, [["first", "second"]]).roll(agent)
+    assert rollout.reward == 0.5
+    assert [turn.abandoned for turn in rollout.turns] == [False, True]
+    assert trained(tokenizer, rollout) == "first<e>"
+
+
 def test_a_rollout_whose_every_answer_was_given_up_fails_with_the_cause(tokenizer):
     def agent(base_url, prompt, slow):
         closes(base_url, prompt, slow)

@@ -53,11 +53,13 @@ class Request:
     reply: Owed = field(default_factory=Owed)
     clients: list[Client] = field(default_factory=list)
     """Connections that wait for the answer: several where a client repeats the request."""
+    outlived: bool = False
+    """Whether the agent returned without the answer."""
 
     @property
     def abandoned(self) -> bool:
         """Whether nobody waits for the answer or has had it."""
-        return all(client.gone for client in self.clients)
+        return self.outlived or all(client.gone for client in self.clients)
 
     def like(self, other: Request) -> bool:
         """Return whether another request asks the same, with any limits of its answer."""
@@ -133,6 +135,8 @@ class AgentEnv:
     def _run(self) -> None:
         self._ended.settle(self._returned)
         with self._lock:
+            if self._with_policy is not None:
+                self._with_policy.outlived = not self._with_policy.reply.future.done()
             self._pass_on()
 
     def _returned(self) -> Returned:

@@ -208,6 +208,7 @@ class _Request(BaseHTTPRequestHandler):
             retried = _retried(self.headers.get("X-Stainless-Retry-Count"))
             answer = ask(messages, agent=_agent(given.get("model")), retried=retried, client=client, **settings)
         except OverError:
+            client.begin_answer()
             return self._refuse(410, "the rollout has ended")
         except (ValueError, RecursionError) as error:
             return self._refuse(400, str(error))

@@ -74,9 +74,10 @@ class AgentTask:
     the columns of the row. It returns the reward, a dict of rewards by agent, or None to leave it to reward
     functions. It runs in its own thread. Its exceptions fail the rollout, which is then left out: for the policy's
     errors an agent returns 0. `parse` finds tool calls, where a request offers tools. Settings of requests are
-    honoured, refused by name, or the run's (`settings.py`). `max_turn_length` is the most tokens of an answer, by default the rest of the
-    rollout's. `timeout_s` bounds the agent between two requests; it cannot be killed, but its later requests get no
-    answer. Raises ValueError when the task has its own turns, or the agent names an unknown argument.
+    honoured, refused by name, or the run's (`settings.py`). `max_turn_length` is the most tokens of an answer, by
+    default the rest of the rollout's. `timeout_s` bounds the agent between two requests; it cannot be killed, but its
+    later requests get no answer. Raises ValueError when the task has its own turns, or the agent names an unknown
+    argument.
     """
 
     def __init__(
