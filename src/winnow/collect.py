@@ -18,6 +18,7 @@ from pydantic import Field, PositiveInt, TypeAdapter
 
 from .base.failpoint import failpoint
 from .base.state import STRICT, Count, Loose, State, at
+from .methods.agents import filter_without_row
 from .methods.filter import Filter
 from .methods.gate import Gate
 from .methods.group_kind import GroupJudge
@@ -151,12 +152,12 @@ class Collector:
 
     def trained(self, step: int, groups: list[Group], update: Mapping[str, float]) -> None:
         """Book a batch after its optimizer step; filter and gates learn. `update`: metrics, including `updated`."""
+        fate, reason = Fate.TRAINED, ""
+        if not update["updated"]:
+            fate, reason = Fate.FILTERED, "no group of the batch had a signal; the optimizer step was skipped"
         for group in groups:
-            if update["updated"]:
-                self._book(step, group, Fate.TRAINED, "")
-            else:
-                reason = "no group of the batch had a signal; the optimizer step was skipped"
-                self._book(step, group, Fate.FILTERED, reason)
+            filter_without_row(group, mask_truncated=self.limits.mask_truncated)
+            self._book(step, group, fate, reason)
         failpoint("trained")
         if self.reuse is not None and update["updated"]:
             self.reuse.trained(groups)

@@ -182,6 +182,16 @@ class Segment:
     """Agent that asked for it, in a rollout of several."""
 
 
+LIMITS = {
+    "length": "max_completion_length",
+    "context": "context_length",
+    "turns": "max_turns",
+    "segments": "max_segments",
+    "turn_length": "max_turn_length",
+}
+"""Stop reasons of rollouts that a limit cut -> the key of the limit. `turn_length`: of the last turn."""
+
+
 @dataclass(slots=True)
 class Rollout:
     """One sibling of a group. Token ids are as sampled, never retokenized.
@@ -203,8 +213,8 @@ class Rollout:
     """int32 [T]: policy version that sampled the token; -1 outside the mask."""
     turns: list[Turn] = field(default_factory=list)
     stop_reason: str = ""
-    """Reason for its end: `eos` or `stop` (one turn), `env` (the environment ended it), `turns` (the task's limit),
-    `segments` (the limit on them), `length` (the token budget or the context), `cancelled`, `failed`."""
+    """Reason for its end: `eos` or `stop` (one turn), `env` (the environment ended it), `cancelled`, `failed`, or one
+    of `LIMITS`."""
     text: str = ""
     """Actions and the environment's answers as one text, for display. Rewards get `completion_of`."""
     reward: float | None = None
@@ -213,6 +223,10 @@ class Rollout:
     """Rewards by function name, before weighting."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Values that reward functions passed to `log_extra`, by column."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know about it, in words that equal causes share: each is reported once in a run."""
+    printed: dict[str, str] = field(default_factory=dict)
+    """What reward functions printed in their worker while they judged it, by function: a cause of constant rewards."""
     fate: Fate | None = None
     reason: str = ""
     survival_p: float = 1.0
@@ -239,6 +253,11 @@ class Rollout:
     """Reward of each agent, where they have rewards of their own; `reward` is then their mean."""
     spared: int = 0
     """Sampled tokens that took no decoding step of their own: of a draft, or decoded once for some siblings."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit cut it."""
+        return self.stop_reason in LIMITS
 
     @property
     def segments(self) -> list[Segment]:

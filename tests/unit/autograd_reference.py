@@ -158,7 +158,7 @@ def terms_of(s: Setting, groups: Sequence[Group]) -> list[Term]:
             signal = len(rewards) > 1 and max(rewards) != min(rewards)
             factor = 1 / (_std(rewards) + 1e-6) if signal else 0.0
         for rollout, value in zip(some, values, strict=True):
-            if s.mask_truncated and rollout.stop_reason == "length":
+            if s.mask_truncated and rollout.truncated:
                 continue
             term = Term(rollout, value, factor)
             if s.in_update:

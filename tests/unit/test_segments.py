@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
+import urllib.error
 import urllib.request
 from dataclasses import replace
 from typing import ClassVar
@@ -13,13 +13,10 @@ import pytest
 
 from winnow.env.base import StepResult
 from winnow.env.prompting import NextMessages
-from winnow.learner.rows import rows_of
-from winnow.methods.advantage import ADVANTAGES
-from winnow.methods.agents import by_agent
-from winnow.methods.group_kind import BY_REWARDS
 from winnow.tasks.agents import with_agent
-from winnow.types import Group, GroupKind, Prompt, Visit
+from winnow.types import Prompt
 
+from ..builders.requests import ask, text_of, user
 from ..builders.tool_rollouts import roll
 from ..builders.tools import TEMPLATE, OneTurn, make_tokenizer
 
@@ -33,26 +30,8 @@ def tokenizer():
     return make_tokenizer()
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
 def said(text):
     return {"role": "assistant", "content": text}
-
-
-def ask(base_url, messages, model="policy", retry=None):
-    """The whole answer to a request."""
-    headers = {"Content-Type": "application/json"}
-    if retry is not None:
-        headers["X-Stainless-Retry-Count"] = retry
-    body = json.dumps({"model": model, "messages": messages}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers), timeout=20) as r:
-        return json.loads(r.read())
-
-
-def text_of(answer):
-    return answer["choices"][0]["message"]["content"]
 
 
 def shown(tokenizer, rollout):
@@ -157,21 +136,35 @@ def test_an_agent_is_told_what_its_context_holds(tokenizer):
     [
         ({"max_segments": 2}, 2, "segments"),
         ({"max_segments": 3}, 3, "env"),
-        ({"context_length": 59}, 1, "length"),
+        ({"context_length": 59}, 1, "context"),
         ({"max_tokens": 9}, 2, "length"),
     ],
 )
 def test_what_exceeds_a_limit_is_truncated_with_a_reason(tokenizer, limits, turns, reason):
-    def agent(base_url, prompt):
+    """It is paid what its agent returns, and 0 if the agent raises when it is refused."""
+
+    def raises(base_url, prompt):
         ask(base_url, prompt)
         for question in ("a" * 40, "b" * 40):
             ask(base_url, [user(question)])
         return 1.0
 
-    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["one!", "two!", "three"]], **limits)
+    def catches(base_url, prompt):
+        try:
+            return raises(base_url, prompt)
+        except urllib.error.HTTPError:
+            return 0.5
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), catches), [["one!", "two!", "three"]], **limits)
+    assert (rollout.reward, rollout.notes) == (1.0 if reason == "env" else 0.5, [])
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), raises), [["one!", "two!", "three"]], **limits)
     assert (len(rollout.turns), rollout.stop_reason, rollout.fate) == (turns, reason, None)
     assert len(rollout.segments) == turns
+    assert rollout.truncated is (reason != "env")
     assert rollout.reward == (1.0 if reason == "env" else 0.0)
+    assert ["agent raises raised HTTPError: HTTP Error 410" in note for note in rollout.notes] == [
+        True
+    ] * rollout.truncated
 
 
 class Echo:
@@ -215,88 +208,6 @@ def test_a_template_that_drops_nothing_adds_to_the_tokens(tokenizer):
     assert not rollout.later
     assert np.array_equal(rollout.token_ids, exact.token_ids)
     assert np.array_equal(rollout.action_mask, exact.action_mask)
-
-
-def proposer_and_solver(base_url, prompt):
-    question = text_of(ask(base_url, [user("Ask.")], model="policy/proposer"))
-    answer = text_of(ask(base_url, [user(question)], model="policy/solver"))
-    right = float(answer == "right")
-    return {"proposer": 1 - right, "solver": right}
-
-
-def test_agents_with_rewards_of_their_own_are_compared_with_their_own(tokenizer):
-    task = with_agent(OneTurn(), proposer_and_solver)
-    rollouts, _ = roll(tokenizer, task, [["q", "right"], ["qq", "wrong"], ["q", "right"]])
-    assert [r.agent for r in rollouts] == ["proposer"] * 3
-    assert [[segment.agent for segment in r.later] for r in rollouts] == [["solver"]] * 3
-    assert [r.reward for r in rollouts] == [0.5] * 3
-    assert rollouts[0].rewards == {"env": 0.5, "env/proposer": 0.0, "env/solver": 1.0}
-    group = Group(Visit(0, 0, task.train[0]), rollouts)
-    assert BY_REWARDS.kind(group) is GroupKind.SIGNAL, "equal in sum, but not for any agent"
-    proposer, solver = by_agent([group])
-    assert [r.reward for r in proposer.rollouts] == [0.0, 1.0, 0.0]
-    assert [r.reward for r in solver.rollouts] == [1.0, 0.0, 1.0]
-    assert [tokenizer.decode(r.token_ids) for r in solver.rollouts] == ["right<e>", "wrong<e>", "right<e>"]
-    rows = rows_of([proposer, solver], ADVANTAGES["rloo"](), "grpo", max_completion_length=64)
-    assert [row.advantage for row in rows] == [-0.5, 1.0, -0.5, 0.5, -1.0, 0.5]
-
-
-def test_an_agent_without_a_turn_has_no_part_in_its_group(tokenizer):
-    def agent(base_url, prompt):
-        if text_of(ask(base_url, [user("Ask.")], model="policy/proposer")) == "none":
-            return {"proposer": 0.0}
-        return {"proposer": 1.0, "solver": float(text_of(ask(base_url, prompt, model="policy/solver")) == "yes")}
-
-    rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent), [["none"], ["q", "yes"], ["q", "no"]])
-    _, solver = by_agent([Group(Visit(0, 0, OneTurn().train[0]), rollouts)])
-    assert [r.reward for r in solver.rollouts] == [None, 1.0, 0.0]
-
-
-def test_a_truncated_rollout_counts_for_all_its_agents(tokenizer):
-    """Running out of the context costs them something."""
-
-    def agent(base_url, prompt):
-        ask(base_url, [user("Ask.")], model="policy/proposer")
-        answer = text_of(ask(base_url, prompt, model="policy/solver"))
-        if answer == "more":
-            ask(base_url, [user("a" * 400)])
-        return {"proposer": 1.0, "solver": 1.0}
-
-    rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent), [["q", "more", "x"], ["q", "ok"]], context_length=200)
-    assert [(r.stop_reason, r.reward) for r in rollouts] == [("length", 0.0), ("env", 1.0)]
-    proposer, solver = by_agent([Group(Visit(0, 0, OneTurn().train[0]), rollouts)])
-    assert [r.reward for r in proposer.rollouts] == [r.reward for r in solver.rollouts] == [0.0, 1.0]
-
-
-def test_an_agent_without_a_name_has_its_reward(tokenizer):
-    def agent(base_url, prompt):
-        ask(base_url, prompt)
-        ask(base_url, [user("Ask.")], model="policy/solver")
-        return {"": 1.0, "solver": 0.0}
-
-    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a", "b"]])
-    unnamed, solver = by_agent([Group(Visit(0, 0, OneTurn().train[0]), [rollout])])
-    assert (unnamed.rollouts[0].reward, solver.rollouts[0].reward) == (1.0, 0.0)
-    assert tokenizer.decode(unnamed.rollouts[0].token_ids) == "a<e>"
-
-
-def test_rewards_for_agents_that_never_asked_are_no_signal(tokenizer):
-    def agent(base_url, prompt):
-        return {"slover": float(text_of(ask(base_url, prompt, model="policy/solver")) == "yes")}
-
-    rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent), [["yes"], ["no"]])
-    assert BY_REWARDS.kind(Group(Visit(0, 0, OneTurn().train[0]), rollouts)) is GroupKind.NOT_JUDGED
-
-
-def test_a_reward_that_is_no_number_fails_the_rollout(tokenizer):
-    def agent(base_url, prompt):
-        ask(base_url, prompt, model="policy/solver")
-        return {"solver": float("nan")}
-
-    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["yes"]])
-    assert rollout.reward is None
-    assert rollout.agent_rewards == {}
-    assert "unusable reward ({'solver': nan})" in rollout.reason
 
 
 @pytest.mark.parametrize("history", ["exact", "template"])

@@ -43,6 +43,22 @@ def test_a_rollout_that_is_truncated_gets_the_reward_of_its_environment_too(toke
         assert [r.rewards for r in rollouts] == [{"env": 1.0}, {"env": 1.0}, {"env": 5.0}]
 
 
+def test_a_rollout_that_still_calls_tools_at_the_last_turn_ran_out_of_turns(tokenizer):
+    """Its environment is asked for the reward once a turn, and not again."""
+    asked = []
+
+    class Watched(Counter):
+        def get_reward(self) -> float:
+            asked.append(1)
+            return super().get_reward()
+
+    task = with_tools(OneTurn(), environment_factory=Watched, max_tool_calling_iterations=1, timeout_s=5.0)
+    script = [[call("increment", by=4), call("increment", by=1)], [call("increment", by=2), "done"]]
+    rollouts, _ = roll(tokenizer, task, script)
+    assert [(r.stop_reason, r.truncated, r.reward) for r in rollouts] == [("turns", True, 4.0), ("env", False, 2.0)]
+    assert len(asked) == 4
+
+
 def test_a_reward_that_fails_at_the_end_of_a_truncated_rollout_fails_it(tokenizer):
     class Broken(Counter):
         def get_reward(self) -> float:

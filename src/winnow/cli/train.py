@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-FAILED = "failed rollouts"
+FAILED, TRUNCATED = "failed rollouts", "truncated rollouts"
 
 
 def _train(trainer: Trainer, as_json: bool) -> None:
-    """Train to the end; show the last evaluation, totals, and how many rollouts failed by cause."""
-    from ..record.failures import failures_of
+    """Train to the end; show the last evaluation, totals, failed rollouts by cause, and truncated ones by limit."""
+    from ..record.failures import failures_of, truncated_of
 
     found: dict[str, Any] = {**trainer.train()}
-    failed = failures_of(trainer.run_dir)
-    if failed:
-        found[FAILED] = failed
+    counted = {FAILED: failures_of(trainer.run_dir), TRUNCATED: truncated_of(trainer.run_dir)}
+    found |= {name: counts for name, counts in counted.items() if counts}
     show(found | {"run": str(trainer.run_dir)}, as_json, _table)
 
 
 def _table(found: dict[str, Any]) -> RenderableType:
-    failed = "\n".join(f"{count}x {visible(cause)}" for cause, count in found.get(FAILED, {}).items())
-    return lines(found | ({FAILED: failed} if failed else {}))
+    counted = {name: found[name] for name in (FAILED, TRUNCATED) if name in found}
+    shown = {name: "\n".join(f"{n}x {visible(what)}" for what, n in counts.items()) for name, counts in counted.items()}
+    return lines(found | shown)
 
 
 @command(app)

@@ -113,9 +113,9 @@ class OverlappingEnv(Protocol):
 
     Its futures must finish within a timeout of its own; an exception fails the rollout. `close()` works as for `Env`,
     possibly while an answer is pending. An optional `start_reward()` gives a future of the reward, or None, for a
-    rollout whose tokens are used up in the middle of an action, which is not stepped. An optional `abandoned` has the
-    numbers of turns that nobody waited for, which are not trained. `winnow.env.workers.remote` puts any `Env` into a
-    worker process.
+    rollout that a limit ends: out of turns, segments or tokens. An action that the limit cuts is not stepped. An
+    optional `abandoned` has the numbers of turns that nobody waited for, which are not trained.
+    `winnow.env.workers.remote` puts any `Env` into a worker process.
 
     An optional attribute `independent = True` says that no answer ever waits for another rollout (for a lock or a
     place in a pool that it holds). Answers are then waited for in order, however long they take, so a run repeats bit

@@ -322,7 +322,7 @@ class ToolEnv:
         message = message_of(text, self._parse)
         self._turns_left -= 1
         if message is None or not self._turns_left:
-            return StepResult(None, self._reward(), done=True, message=message)
+            return StepResult(None, self._reward(), done=message is None, message=message)
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
         begun = [(name, self._tried(partial(self._call, name, arguments))) for name, arguments in calls]
         messages: list[Message] = []

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from ..base.install import install
@@ -27,6 +28,7 @@ from ..env.private import private
 from ..run.build import build_task
 from ..run.checkpoint import TRL_STATE
 from ..types import Group, Prompt, Rollout
+from .trl_batch import mask_rows
 from .trl_config import run_config
 from .trl_data import TrlRows
 from .trl_engine import as_rollout_func
@@ -155,16 +157,22 @@ class WinnowGRPOTrainer(GRPOTrainer):
             for row in map(self._row, prompts)
             for _ in range(size)
         ]
-        usual = self.num_generations, self.rollout_func
+        usual = self.num_generations, self.rollout_func, self.mask_truncated_completions
         self.num_generations = size
         if sampled is not None:
             self._sampled = [rollout for group in sampled for rollout in group.rollouts]
             self.rollout_func = as_rollout_func(self._sampled, self._tokenizer.pad_token_id)
+            self.mask_truncated_completions = False  # TRL goes by the last token; a limit on turns is none
         try:
             with self._of_rollouts(self._sampled or ()):
                 output = super()._generate_and_score_completions(rows)
+            if self._sampled is not None:
+                truncated = np.array([rollout.truncated for rollout in self._sampled])
+                self._metrics["train"]["completions/clipped_ratio"][-1] = float(truncated.mean())
+                if usual[-1]:
+                    mask_rows(output, truncated)
         finally:
-            self.num_generations, self.rollout_func = usual
+            self.num_generations, self.rollout_func, self.mask_truncated_completions = usual
             self._sampled = None
         return output, self._scored
 

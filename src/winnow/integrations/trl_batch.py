@@ -38,6 +38,14 @@ def row_of(output: Mapping[str, torch.Tensor], i: int, length: int) -> Tensors:
     return row
 
 
+def mask_rows(output: Tensors, left_out_B: np.ndarray) -> None:
+    """Leave rows out of the loss, as TRL's `mask_truncated_completions` does."""
+    rows = torch.from_numpy(left_out_B).to(output["completion_mask"].device)
+    for key in ("completion_mask", "tool_mask"):
+        if key in output:
+            output[key] = output[key].masked_fill(rows.unsqueeze(1), 0)
+
+
 def batch_of(
     rows: Sequence[Tensors],
     advantages_N: np.ndarray,

@@ -77,7 +77,7 @@ def rows_of(
             pool = Pool(number if advantage.scope == "group" else 0, advantage.weighing)
         members.append([])
         for rollout, a in zip(group.rollouts, advantages_G, strict=True):
-            if rollout.reward is None or rollout.greedy or (mask_truncated and rollout.stop_reason == "length"):
+            if rollout.reward is None or rollout.greedy or (mask_truncated and rollout.truncated):
                 continue
             if not np.isfinite(a):
                 raise FloatingPointError(f"advantage {a} for visit {group.visit.number}, sibling {rollout.sibling}")

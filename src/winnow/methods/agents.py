@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from ..types import Group, Rollout, Segment
+from ..types import LIMITS, Fate, Group, Rollout, Segment
 
 
 def by_agent(groups: Sequence[Group]) -> list[Group]:
@@ -25,6 +25,34 @@ def by_agent(groups: Sequence[Group]) -> list[Group]:
             if all(rollout.reward is not None for rollout in rollouts if rollout.greedy):
                 found.append(replace(group, rollouts=rollouts, kind=None))
     return found
+
+
+def agents_of(rollout: Rollout) -> list[str]:
+    """Return the names of the agents that sampled tokens, in order of their first segments."""
+    return list(dict.fromkeys(part.agent for part in rollout.parts() if part.action_mask.any()))
+
+
+def named(agents: Iterable[str]) -> str:
+    """Return names of agents for a message."""
+    return ", ".join(repr(name) if name else "'' (without a name)" for name in agents)
+
+
+def filter_without_row(group: Group, *, mask_truncated: bool) -> None:
+    """Book rollouts that have no row in an update as filtered: no token of them is trained."""
+    for rollout in group.rollouts:
+        reason = ""
+        if mask_truncated and rollout.truncated:
+            reason = f"cut at {LIMITS[rollout.stop_reason]}; mask_truncated_completions leaves it out of the loss"
+        elif rollout.agent_rewards and rollout.agent_rewards.keys().isdisjoint(agents_of(rollout)):
+            reason = "only agents that sampled nothing have a reward"
+        if rollout.fate is None and reason:
+            rollout.fate, rollout.reason = Fate.FILTERED, reason
+
+
+def unrewarded_tokens(rollout: Rollout) -> int:
+    """Return the number of tokens sampled as agents without a reward, where others have one: none is trained."""
+    parts = [part for part in rollout.parts() if rollout.agent_rewards and part.agent not in rollout.agent_rewards]
+    return sum(int(np.count_nonzero(part.action_mask)) for part in parts)
 
 
 def of_agent(rollout: Rollout, name: str) -> Rollout:

@@ -104,7 +104,7 @@ class GroupJudge:
         for rollout in group.rollouts:
             if rollout.greedy and rollout.reward is None:
                 return f"the greedy baseline has no reward ({rollout.reason})"
-        present = sum(r.reward is not None for r in group.siblings)
+        present = max((len(of_one.known_rewards()) for of_one in by_agent([group])), default=0)
         return None if present >= self.least else f"only {present} of {len(group.siblings)} siblings have a reward"
 
     @property

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ..types import Fate, Group
+from ..types import LIMITS, Fate, Group
 from .ledger import Ledger
 from .ledger_file import LEDGER
 
@@ -55,26 +55,41 @@ def failures_of(run_dir: Path) -> dict[str, int]:
     return dict(failed.most_common())
 
 
+def truncated_of(run_dir: Path) -> dict[str, int]:
+    """Count a run's truncated rollouts by the key of the limit, from its ledger; the most frequent first."""
+    with Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
+        counts = ledger.stop_reasons()
+    return {LIMITS[reason]: count for reason, count in counts.items() if reason in LIMITS}
+
+
 class FailureWatch:
-    """Warns once for each cause of failed rollouts. `known`: (reason, prompt id, count) of earlier steps."""
+    """Warns once for each cause of failed rollouts, and for each note. `known`: (reason, prompt id, count) of earlier
+    steps."""
 
     def __init__(self, known: Iterable[tuple[str, str, int]] = ()) -> None:
         self._warned = {("rollouts", cause_of(reason, prompt_id)) for reason, prompt_id, _ in known}
 
     def observe(self, groups: Sequence[Group], what: str = "rollouts") -> Iterator[str]:
         """Yield a warning for each cause that is new for `what`, with its share of `groups`."""
-        failed, rollouts = Failures(), 0
+        failed, noted, rollouts = Failures(), Failures(), 0
         for group in groups:
             rollouts += len(group.rollouts)
             for rollout in group.rollouts:
                 if rollout.fate == Fate.FAILED:
                     failed.add(rollout.reason, group.prompt.id)
-        for cause, count in failed.counts.most_common():
-            if (what, cause) in self._warned:
-                continue
-            self._warned.add((what, cause))
-            reason, prompt_id = failed.first[cause]
+                for note in rollout.notes:
+                    noted.add(note, group.prompt.id)
+        for reason, prompt_id, count in self._new(failed, what):
             yield (
                 f"{count} of {rollouts} {what} failed ({count / rollouts:.0%}): {reason}; first at prompt "
                 f"'{prompt_id}'. They are left out and never count as reward 0; this cause is not reported again"
             )
+        for note, prompt_id, count in self._new(noted, f"notes of {what}"):
+            yield f"{count} of {rollouts} {what}: {note}; first at prompt '{prompt_id}'. This is not reported again"
+
+    def _new(self, found: Failures, what: str) -> Iterator[tuple[str, str, int]]:
+        """Yield first reason, its prompt's id and count of the causes not reported before."""
+        for cause, count in found.counts.most_common():
+            if (what, cause) not in self._warned:
+                self._warned.add((what, cause))
+                yield (*found.first[cause], count)

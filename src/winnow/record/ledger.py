@@ -16,7 +16,6 @@ of 1 is right.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import sqlite3
@@ -34,7 +33,7 @@ from ..types import Fate, Group, GroupKind, Rollout, Visit
 from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
 from .proof import FAILURES, PROBE, Proof, group_fate, probed, totals, verify
 from .recurrence import Recurrence, recurrence
-from .rows import COLUMNS, damaged_rows, insert
+from .rows import COLUMNS, as_json, clean, damaged_rows, insert, rollout_row, visit_row
 
 _ORDER = {
     "visits": "visit",
@@ -93,9 +92,9 @@ class Ledger:
         Raises ValueError, and books nothing, when a visit number is already booked.
         """
         now = time.time()
-        dispatched = [_visit_row(v, step, version, now) for v in visits]
+        dispatched = [visit_row(v, step, version, now) for v in visits]
         removed = [v for v in visits if not v.verdict.keep]
-        skipped = [(v.number, step, Fate.SKIPPED.value, _clean(v.verdict.reason), 0, None, None, now) for v in removed]
+        skipped = [(v.number, step, Fate.SKIPPED.value, clean(v.verdict.reason), 0, None, None, now) for v in removed]
         try:
             with self._transaction() as db:
                 insert(db, "visits", dispatched)
@@ -112,7 +111,7 @@ class Ledger:
         """
         number = group.visit.number
         where = f"{self.path}: visit {number}"
-        rows = [_rollout_row(where, number, step, r) for r in group.rollouts]
+        rows = [rollout_row(where, number, step, r) for r in group.rollouts]
         fate = group_fate([row[3] for row in rows]) if rows else None
         if fate is None:
             raise ValueError(f"{where}: a group without rollouts cannot be finished.")
@@ -126,7 +125,7 @@ class Ledger:
             if db.execute("SELECT 1 FROM visits WHERE visit = ? AND void = 0", (number,)).fetchone() is None:
                 raise ValueError(f"{where}: never dispatched; book it with visit() first.")
             try:
-                insert(db, "outcomes", [(number, step, fate, _clean(reason), len(rows), mean, kind, time.time())])
+                insert(db, "outcomes", [(number, step, fate, clean(reason), len(rows), mean, kind, time.time())])
             except sqlite3.IntegrityError as error:
                 raise ValueError(f"{where}: already finished; {self._outcome(number)}.") from error
             insert(db, "rollouts", rows)
@@ -145,7 +144,7 @@ class Ledger:
             raise ValueError(f"step {step}: seconds must be finite and not negative, got {negative}.")
         with self._transaction() as db:
             try:
-                insert(db, "steps", [(step, version, _json(seconds), _json(metrics), time.time())])
+                insert(db, "steps", [(step, version, as_json(seconds), as_json(metrics), time.time())])
             except sqlite3.IntegrityError as error:
                 raise ValueError(f"{self.path}: step {step}: already booked.") from error
             failpoint("ledger.step")
@@ -165,7 +164,7 @@ class Ledger:
             sums["rollouts"] += len(rollouts)
             sums["tokens"] += sum(int(rollout.action_mask.sum()) for rollout in rollouts)
             sums["seconds"] += sum(rollout.seconds for rollout in rollouts)
-            insert(db, "meta", [(PROBE, _json(sums))])
+            insert(db, "meta", [(PROBE, as_json(sums))])
 
     def mark(self) -> dict[str, Any]:
         """Return the cut for a checkpoint, durable on return: by table last row, valid rows, and their SHA-256.
@@ -202,7 +201,7 @@ class Ledger:
                 ).rowcount
                 for table in TABLES
             }
-            insert(db, "restarts", [(number, _clean(reason), _json(voided), time.time())])
+            insert(db, "restarts", [(number, clean(reason), as_json(voided), time.time())])
             insert(db, "meta", [("finished", "false")])
             failpoint("ledger.rollback")
         self._prefix = prefixes
@@ -217,7 +216,7 @@ class Ledger:
         """Sum `visits, rollouts, prompt_tokens, tokens, seconds` by fate, `in_flight`, `void`, `evaluation`, `probe`.
 
         Tokens are sampled ones; seconds are shares of the engine's wall clock. A visit counts under its group's fate, a
-        rollout under its own.
+        rollout under its own. `unrewarded` has the tokens of trained rollouts that agents without a reward sampled.
         """
         with self._reading() as db:
             return totals(db)
@@ -225,6 +224,11 @@ class Ledger:
     def failures(self) -> list[tuple[str, str, int]]:
         """Return reason, prompt id and count of failed rollouts, in booking order."""
         return self._db.execute(FAILURES).fetchall()
+
+    def stop_reasons(self) -> dict[str, int]:
+        """Count rollouts by stop reason, the most frequent first."""
+        query = "SELECT stop_reason, COUNT(*) FROM rollouts WHERE void = 0 GROUP BY 1 ORDER BY 2 DESC, 1"
+        return dict(self._db.execute(query).fetchall())
 
     def digest(self) -> str:
         """Return a SHA-256 of all valid rows without wall times: equal for a resumed and an uninterrupted run."""
@@ -337,41 +341,6 @@ class _Prefix:
             self.last = rows[-1][0]
             self.rows += len(rows)
         return {"last": self.last, "rows": self.rows, "sha256": self._sha.copy().hexdigest()}
-
-
-def _visit_row(v: Visit, step: int, version: int, now: float) -> tuple[Any, ...]:
-    decision = int(v.verdict.keep), _clean(v.verdict.reason), float(v.verdict.probability)
-    return v.number, step, version, v.epoch, _clean(v.prompt.id), v.prompt.ordinal, *decision, now
-
-
-def _rollout_row(where: str, visit: int, step: int, r: Rollout) -> tuple[Any, ...]:
-    where = f"{where}, sibling {r.sibling}"
-    if r.fate is None or r.fate == Fate.SKIPPED:
-        raise ValueError(f"{where}: a finished rollout needs a fate other than skipped, got {r.fate}.")
-    if r.reward is not None and not math.isfinite(r.reward):
-        raise ValueError(f"{where}: reward {r.reward} is not finite; a rollout without a usable reward is `failed`.")
-    if r.reward is not None and r.fate in (Fate.FAILED, Fate.PRUNED):
-        raise ValueError(f"{where}: fate {r.fate} with reward {r.reward}; its reward must be None.")
-    if r.reward is None and r.fate == Fate.TRAINED:
-        raise ValueError(f"{where}: fate trained without a reward.")
-    versions = r.versions[r.action_mask]
-    tokens = len(versions)
-    counts = sum(len(segment.prompt_ids) for segment in r.segments), tokens, len(r.token_ids) - tokens
-    reward = None if r.reward is None else float(r.reward)
-    lag = (int(versions.min()), int(versions.max())) if tokens else (None, None)
-    rest = float(r.seconds), r.stop_reason, float(r.survival_p)
-    return visit, r.sibling, step, r.fate.value, _clean(r.reason), *counts, reward, _json(r.rewards), *lag, *rest
-
-
-def _json(values: Mapping[str, Any]) -> str:
-    """Return canonical JSON of numbers; null for absent or non-finite ones."""
-    finite = {k: float(v) if v is not None and math.isfinite(v) else None for k, v in values.items()}
-    return json.dumps(finite, sort_keys=True)
-
-
-def _clean(text: str) -> str:
-    """Return text that SQLite can store: lone surrogates as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _without_wall_times(row: tuple[Any, ...]) -> tuple[Any, ...]:

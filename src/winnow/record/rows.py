@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from ..types import Fate, Rollout, Visit
 
 SHOWN = 5
 """Problems of one kind that are listed; the rest are counted."""
@@ -63,3 +67,38 @@ def first_few(problems: Sequence[str], kind: str) -> Iterator[str]:
     yield from problems[:SHOWN]
     if len(problems) > SHOWN:
         yield f"... and {len(problems) - SHOWN} more {kind}"
+
+
+def visit_row(v: Visit, step: int, version: int, now: float) -> tuple[Any, ...]:
+    decision = int(v.verdict.keep), clean(v.verdict.reason), float(v.verdict.probability)
+    return v.number, step, version, v.epoch, clean(v.prompt.id), v.prompt.ordinal, *decision, now
+
+
+def rollout_row(where: str, visit: int, step: int, r: Rollout) -> tuple[Any, ...]:
+    where = f"{where}, sibling {r.sibling}"
+    if r.fate is None or r.fate == Fate.SKIPPED:
+        raise ValueError(f"{where}: a finished rollout needs a fate other than skipped, got {r.fate}.")
+    if r.reward is not None and not math.isfinite(r.reward):
+        raise ValueError(f"{where}: reward {r.reward} is not finite; a rollout without a usable reward is `failed`.")
+    if r.reward is not None and r.fate in (Fate.FAILED, Fate.PRUNED):
+        raise ValueError(f"{where}: fate {r.fate} with reward {r.reward}; its reward must be None.")
+    if r.reward is None and r.fate == Fate.TRAINED:
+        raise ValueError(f"{where}: fate trained without a reward.")
+    versions = r.versions[r.action_mask]
+    tokens = len(versions)
+    counts = sum(len(segment.prompt_ids) for segment in r.segments), tokens, len(r.token_ids) - tokens
+    reward = None if r.reward is None else float(r.reward)
+    lag = (int(versions.min()), int(versions.max())) if tokens else (None, None)
+    rest = float(r.seconds), r.stop_reason, float(r.survival_p)
+    return visit, r.sibling, step, r.fate.value, clean(r.reason), *counts, reward, as_json(r.rewards), *lag, *rest
+
+
+def as_json(values: Mapping[str, Any]) -> str:
+    """Return canonical JSON of numbers; null for absent or non-finite ones."""
+    finite = {k: float(v) if v is not None and math.isfinite(v) else None for k, v in values.items()}
+    return json.dumps(finite, sort_keys=True)
+
+
+def clean(text: str) -> str:
+    """Return text that SQLite can store: lone surrogates as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -9,11 +9,14 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from ..methods.agents import unrewarded_tokens
 from ..methods.group_kind import GroupJudge
-from ..types import Fate, Group, GroupKind
+from ..types import LIMITS, Fate, Group, GroupKind
 from .failures import Failures
 
 ZERO = "frac_reward_zero_std"
+UNREWARDED = "unrewarded"
+"""Tokens of trained rollouts sampled as agents without a reward: `tokens/unrewarded`, not `tokens/trained`."""
 
 
 class Tally:
@@ -43,7 +46,8 @@ class Tally:
         """Sampled tokens that took a decoding step of their own."""
         self.drawn_tokens, self.drawn_nats = 0, 0.0
         """Sampled tokens without greedy baselines, and minus the sum of their log-probabilities."""
-        self.truncated = 0
+        self.truncated: Counter[str] = Counter()
+        """Rollouts that a limit cut, by its key."""
         self.failed = Failures()
         self.refused: Counter[str] = Counter()
         """Groups with missing rewards, by reason."""
@@ -97,7 +101,8 @@ class Tally:
             self.lengths.append(tokens)
             self.drawn_tokens += tokens
             self.drawn_nats -= float(rollout.sampler_logp[rollout.action_mask].sum(dtype=np.float64))
-            self.truncated += rollout.stop_reason == "length"
+            if rollout.truncated:
+                self.truncated[LIMITS[rollout.stop_reason]] += 1
             self.turns.append(len(rollout.turns))
             for turn in rollout.turns:
                 self.truncated_turns += turn.stop_reason == "length"
@@ -111,7 +116,10 @@ class Tally:
         """Count the tokens of a group by fate."""
         for rollout in group.rollouts:
             assert rollout.fate is not None
-            self.tokens[rollout.fate] += int(np.count_nonzero(rollout.action_mask))
+            unrewarded = unrewarded_tokens(rollout) if rollout.fate == Fate.TRAINED else 0
+            self.tokens[rollout.fate] += int(np.count_nonzero(rollout.action_mask)) - unrewarded
+            if unrewarded:
+                self.tokens[UNREWARDED] += unrewarded
             if rollout.abandoned_tokens:
                 self.tokens["abandoned"] += rollout.abandoned_tokens
 
@@ -181,7 +189,8 @@ class Tally:
             "groups/size_mean": sum(self.sizes) / len(self.sizes),
             "completions/mean_length": sum(self.lengths) / max(len(self.lengths), 1),
             "completions/max_length": float(max(self.lengths, default=0)),
-            "completions/clipped_ratio": self.truncated / max(len(self.lengths), 1),
+            "completions/clipped_ratio": self.truncated.total() / max(len(self.lengths), 1),
+            **{f"truncated/{key}": count / len(self.lengths) for key, count in sorted(self.truncated.items())},
             "rollouts/failed_share": self.failed_share(),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from ..base.errors import ExpectedError
 from ..methods.filter import Filter
 from ..methods.group_kind import GroupJudge
-from ..types import Group, GroupKind
+from ..types import LIMITS, Group, GroupKind
 from .step_metrics import Tally
 
 MIN_FAILURES_JUDGED = 32
@@ -166,19 +167,24 @@ class StopConditions:
     def untrained(self, groups: Sequence[Group], update: Mapping[str, float], tally: Tally) -> str | None:
         """Return why a step trained no rollout; None if it trained some, or rewards are simply equal."""
         members = [r for group in groups for r in group.siblings if r.reward is not None]
-        cut = sum(r.stop_reason == "length" for r in members) if self._limits.mask_truncated else 0
+        limits = Counter(LIMITS[r.stop_reason] for r in members if self._limits.mask_truncated and r.truncated)
+        cut = limits.total()
         missed = cut == len(members) or (not update["updated"] and tally.kinds[GroupKind.SIGNAL] > 0)
         if cut and missed:
+            keys = " and ".join(limits)
             return (
-                f"{cut} of {len(members)} completions were cut off at max_completion_length, and "
+                f"{cut} of {len(members)} completions were cut off at {keys}, and "
                 "mask_truncated_completions leaves those out of the loss; no other completion had a gradient. Raise "
-                "max_completion_length, or set mask_truncated_completions: false"
+                f"{keys}, or set mask_truncated_completions: false"
             )
-        if not groups and tally.failed.counts.total() and tally.refused.total() == tally.groups:
-            (reason, count), (cause, failed) = tally.refused.most_common(1)[0], tally.failed.most_common()[0]
+        if not groups and tally.refused and tally.refused.total() == tally.groups:
+            reason, count = tally.refused.most_common(1)[0]
+            found = f"none of the {tally.groups} groups could be trained on ({count}x: {reason})"
+            if not tally.failed.counts:
+                return f"{found}: agents that sampled tokens have no reward"
+            cause, failed = tally.failed.most_common()[0]
             return (
-                f"none of the {tally.groups} groups could be trained on ({count}x: {reason}), because "
-                f"{tally.failed_share():.0%} of the rollouts failed, most often ({failed}x): {cause}"
+                f"{found}, because {tally.failed_share():.0%} of the rollouts failed, most often ({failed}x): {cause}"
             )
         if update.get("correction/masked_share") == 1:
             return (

@@ -7,13 +7,14 @@ was never updated, a constant reward, an evaluation that did not run, a learning
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from ..base.files import from_json
 from ..config import RunConfig
+from ..types import Group, Rollout
 from .collapse import ENTROPY, PATIENCE, entropy_message, ess_message, ess_of, low_ess
 
 Metrics = Mapping[str, float]
@@ -62,15 +63,23 @@ class Watchdogs:
         """Constant reward of each function and its consecutive steps; reported once, at `SAME_STEPS`."""
         self._constant: set[str] = set()
         """Reward functions reported as constant."""
+        self._rollouts: list[Rollout] = []
+        """Those of the step."""
+        self._silent: Counter[str] = Counter()
+        """Consecutive steps in which a function judged no completion."""
         self._still = 0
         """Consecutive steps with almost no learning rate."""
         self._rules: list[Callable[[Metrics], str | None]] = [
             *(self._low_ess, self._low_entropy, self._old_weights, self._no_evaluation, self._no_learning),
-            *(self._near_misses, self._not_asked),
+            *(self._near_misses, self._not_asked, self._returned_none),
         ]
 
-    def observe(self, row: Metrics) -> Iterator[str]:
-        """Yield warnings for a row of metrics.jsonl; each kind once, constant rewards once a function."""
+    def observe(self, row: Metrics, groups: Sequence[Group] = ()) -> Iterator[str]:
+        """Yield warnings for a row of metrics.jsonl; each kind once, constant rewards once a function.
+
+        `groups`: those that finished in the step.
+        """
+        self._rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rule in [*self._rules]:
             if (message := rule(row)) is not None:
                 self._rules.remove(rule)
@@ -128,12 +137,25 @@ class Watchdogs:
             self._same[name] = (mean, steps + 1 if one and again else int(one))
             if self._same[name][1] >= SAME_STEPS and name not in self._constant:
                 self._constant.add(name)
-                message = (
-                    f"the reward function '{name}' gave {mean:g} to every completion of {SAME_STEPS} steps in a row: "
-                    "check samples.jsonl, and that it reads the right columns and completions"
+                who = f"the reward function '{name}'"
+                remedy = "check samples.jsonl, and that it reads the right columns and completions"
+                if name.partition("/")[0] == "env":
+                    who = "the environment, or the agent," + (f" as reward '{name}'" if name != "env" else "")
+                    remedy = "check samples.jsonl, and how it computes the reward"
+                message = f"{who} gave {mean:g} to every completion of {SAME_STEPS} steps in a row: {remedy}"
+                causes = "; ".join(
+                    [*self._seen(name), *self._opened(mean), *(self._causes_of_zero(name, row) if mean == 0 else ())]
                 )
-                causes = "; ".join([*self._opened(mean), *(self._causes_of_zero(name, row) if mean == 0 else ())])
                 yield f"{message}. Possible causes: {causes}" if causes else message
+
+    def _seen(self, name: str) -> Iterator[str]:
+        """Yield what the step's rollouts show about a constant reward: prints of a worker, notes on the environment."""
+        printed = [rollout.printed[name] for rollout in self._rollouts if name in rollout.printed]
+        if printed:
+            yield f"in {len(printed)} of {len(self._rollouts)} rollouts {printed[-1]}"
+        if name == "env":
+            for note, count in Counter(note for rollout in self._rollouts for note in rollout.notes).most_common(3):
+                yield f"in {count} of {len(self._rollouts)} rollouts {note}"
 
     def _not_asked(self, row: Metrics) -> str | None:
         unasked = [name for name in self._functions if f"rewards/{name}/mean" not in row]
@@ -152,15 +174,27 @@ class Watchdogs:
                 "or not ask for the tag"
             )
 
+    def _returned_none(self, row: Metrics) -> str | None:
+        unheard = [name for name in self._functions if f"rewards/{name}/mean" not in row]
+        if "reward" not in row or "rewards/env/mean" in row:
+            return None
+        self._silent = Counter({name: self._silent[name] + 1 for name in unheard})
+        silent = [name for name, steps in self._silent.items() if steps >= PATIENCE]
+        if not silent:
+            return None
+        return (
+            f"reward_funcs: {', '.join(silent)} returned None for every completion of {PATIENCE} steps in a row, so it "
+            "adds nothing; ignore this if it is meant for other rows"
+        )
+
     def _causes_of_zero(self, name: str, row: Metrics) -> Iterator[str]:
         """Yield possible causes of a constant 0; those that the run's figures show come first."""
         c = self._config
         clipped = row.get("completions/clipped_ratio", 0.0)
         if clipped > 0:
-            yield (
-                f"{clipped:.0%} of the completions are cut off at max_completion_length ({c.max_completion_length}), "
-                "perhaps before their answer"
-            )
+            keys = [key.removeprefix("truncated/") for key in row if key.startswith("truncated/")]
+            at = " and ".join(f"{key} ({getattr(c, key)})" if hasattr(c, key) else key for key in keys)
+            yield f"{clipped:.0%} of the completions are cut off at {at}, perhaps before their answer"
         if name in self._in_threads:
             yield (
                 "it was given as an object and runs in a thread, where the signals of math-verify's timeouts do not "
@@ -168,7 +202,8 @@ class Watchdogs:
             )
         if c.stop:
             yield f"completions end at a stop string ({', '.join(map(repr, c.stop))}), perhaps before their answer"
-        yield "the prompt does not ask for the answer format that the function expects"
+        if not name.startswith("env"):
+            yield "the prompt does not ask for the answer format that the function expects"
 
     def _no_evaluation(self, row: Metrics) -> str | None:
         every, step = self._config.eval_steps, row["step"]

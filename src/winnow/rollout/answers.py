@@ -39,8 +39,8 @@ class Awaited:
     """Clock of the engine at which the answer is taken, or waited for."""
     independent: bool
     """Whether it never waits for another rollout (see `OverlappingEnv`)."""
-    last: bool = False
-    """The tokens of the rollout are used up: it ends with this answer."""
+    limit: str = ""
+    """Stop reason of a rollout that a limit ends with this answer, its reward."""
 
 
 class Answers:

@@ -128,7 +128,8 @@ def count_correct(group: Group, success: Success) -> tuple[int, int]:
 
 
 def summarize(groups: Sequence[Group], success: Success | None = None) -> dict[str, float]:
-    """Return pass@k for k = 1, 2, 4 ... up to the largest group, mean reward (`avg@n`), mean length, failed share.
+    """Return pass@k for k = 1, 2, 4 ... up to the largest group, `avg@n` (mean reward), mean length, shares of failed
+    and of truncated (`clipped_ratio`) rollouts.
 
     pass@k is a mean over the groups with at least k judged rollouts; it is absent while `success` (default: a reward of
     1) is undecided. Raises RolloutsFailedError when no rollout has a reward.
@@ -151,6 +152,7 @@ def summarize(groups: Sequence[Group], success: Success | None = None) -> dict[s
         metrics[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts if n >= k]))
     metrics["avg@n"] = float(np.mean(rewards))
     metrics["mean_length"] = float(np.mean(lengths))
+    metrics["clipped_ratio"] = sum(r.truncated for g in groups for r in g.rollouts) / total
     return metrics
 
 

@@ -21,14 +21,13 @@ from ..env.rewards.scores import MAX_REWARD
 from ..env.workers.calls import shared_calls
 from ..env.workers.functions import describe_error
 from ..env.workers.worker import WorkerError
-from ..types import Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
+from ..methods.agents import agents_of, named
+from ..types import LIMITS, Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
 
 ALL_ABANDONED = (
     "the agent gave up every request before its answer (its client timed out, or its task was cancelled); give its "
     "client more time, or limit answers with max_turn_length"
 )
-TRUNCATED = ("length", "turns", "segments")
-"""Stop reasons of rollouts that a limit ended."""
 
 
 @dataclass
@@ -137,6 +136,48 @@ class Sibling:
         self.rollout.agent_rewards = rewards if by_agent is given else {}
         self.reward = sum(rewards.values()) / len(rewards)
 
+    def _unknown_agents(self, stop_reason: str) -> str:
+        """Return the agents that have a reward and did not ask, with those that did; empty if there are none.
+
+        Where a limit ended the rollout, an environment may reward agents whose turn did not come.
+        """
+        asked = getattr(self.env, "agents", None)
+        if asked is None and stop_reason not in LIMITS:
+            asked = {segment.agent for segment in self.rollout.segments}
+        unknown = [] if asked is None else [name for name in self.rollout.agent_rewards if name not in asked]
+        if not unknown:
+            return ""
+        return (
+            f"{named(unknown)}: these keys are no agents of this rollout (asked as {named(sorted(asked or ()))}); use "
+            "the names that requests have in `model` (policy/NAME), or return one number"
+        )
+
+    def end_episode(self, stop_reason: str, *, judged: bool) -> Rollout:
+        """Close the rollout with the environment's last reward; without one it is 0, unless it will be `judged`."""
+        label, is_agent = getattr(self.env, "label", "the environment"), hasattr(self.env, "agents")
+        unknown = self._unknown_agents(stop_reason)
+        ended = self.finish(stop_reason)
+        if ended.fate is not None:  # every answer was abandoned
+            return ended
+        if unknown:
+            ended.stop_reason, ended.fate, ended.agent_rewards = "failed", Fate.FAILED, {}
+            ended.reason = redact(f"{label} returned rewards for {unknown}")
+            return ended
+        if self.reward is None and not judged:
+            self.reward = 0.0
+            if stop_reason in ("env", "turn_length") or (is_agent and not ended.notes):
+                ended.notes.append(f"{label} returned None, and no reward function is given: its reward is 0")
+        if self.reward is not None:
+            ended.reward = self.reward
+            ended.rewards = {"env": self.reward, **{f"env/{a}": r for a, r in ended.agent_rewards.items()}}
+        missed = [name for name in agents_of(ended) if name not in ended.agent_rewards]
+        if ended.agent_rewards and missed:
+            ended.notes.append(
+                f"{label} returned no reward for {named(missed)}, so what was sampled as such is not trained; return "
+                "one for each agent that is to learn"
+            )
+        return ended
+
     def decided(self, decision: Decision) -> None:
         """Count a gate's decision about this sibling or its group, even if it has already ended."""
         self.rollout.survival_p *= decision.verdict.probability
@@ -162,6 +203,7 @@ class Sibling:
 
     def _close_env(self) -> None:
         self.environment = getattr(self.env, "environment", None)
+        self.rollout.notes += getattr(self.env, "notes", ())
         close = getattr(self.env, "close", None)
         if close is not None:
             try:
@@ -204,7 +246,7 @@ def reward_truncated(rollouts: Sequence[Rollout]) -> None:
     if not any("env" in rollout.rewards for rollout in rollouts):
         return
     for rollout in rollouts:
-        if rollout.fate is None and "env" not in rollout.rewards and rollout.stop_reason in TRUNCATED:
+        if rollout.fate is None and "env" not in rollout.rewards and rollout.truncated:
             rollout.reward, rollout.rewards = 0.0, {"env": 0.0}
 
 

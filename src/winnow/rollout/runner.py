@@ -207,11 +207,12 @@ class RolloutRunner:
             sibling.rollout.last_hidden = f.hidden
             if f.confidence is not None:
                 sibling.confidences.append(f.confidence)
+            limit = self._limit(flight, sibling) if f.stop_reason == "length" else ""
             if sibling.env is None:
                 turn.taken = True
-                sibling.finish(f.stop_reason)
-            elif f.stop_reason == "length" and self._is_full(flight, sibling):
-                self._use_up(flight, sibling)  # the action may be incomplete
+                sibling.finish(limit or ("turn_length" if f.stop_reason == "length" else f.stop_reason))
+            elif limit:
+                self._use_up(flight, sibling, limit)  # the action may be incomplete
             else:
                 self._step_env(flight, sibling, turn)
         for flight in {id(flight): flight for flight, _ in (self._whose(f.id) for f in finished)}.values():
@@ -226,20 +227,22 @@ class RolloutRunner:
         flight = self._flights[purpose, number]
         return flight, flight.siblings[sibling - flight.job.first]
 
-    def _is_full(self, flight: Flight, sibling: Sibling) -> bool:
-        """Return whether the tokens of the rollout or of its current segment are used up."""
+    def _limit(self, flight: Flight, sibling: Sibling) -> str:
+        """Return the stop reason if the tokens of the rollout or of its current segment are used up, else empty."""
         o = self.options[flight.job.purpose]
+        if sibling.length >= o.params.max_tokens:
+            return "length"
         full = o.context_length is not None and sibling.context_length >= o.context_length
-        return full or sibling.length >= o.params.max_tokens
+        return "context" if full else ""
 
-    def _is_later(self, flight: Flight, sibling: Sibling, answer: Any, *, last: bool = False) -> bool:
+    def _is_later(self, flight: Flight, sibling: Sibling, answer: Any, *, limit: str = "") -> bool:
         """Return whether an environment's answer is still to come; it is then taken when it is due."""
         if inspect.isawaitable(answer):
             answer = shared_calls().awaited(answer)
         elif not isinstance(sibling.env, OverlappingEnv):
             return False
         independent = getattr(sibling.env, "independent", False)
-        awaited = Awaited(flight, sibling, answer, self.engine.clock + OVERLAP, independent, last)
+        awaited = Awaited(flight, sibling, answer, self.engine.clock + OVERLAP, independent, limit)
         self._answers.pending.append(awaited)
         return True
 
@@ -262,13 +265,13 @@ class RolloutRunner:
     def _take_answers(self) -> None:
         """Take answers of overlapping environments."""
         due = self._arrived()
-        for flight, sibling, answer, last in ((a.flight, a.sibling, a.answer, a.last) for a in due):
+        for flight, sibling, answer, limit in ((a.flight, a.sibling, a.answer, a.limit) for a in due):
             try:
                 result = answer.result()
-                if sibling.running and last:
+                if sibling.running and limit:
                     if result is not None:
                         sibling.set_reward(result)
-                    self._end_episode(flight, sibling, "length")
+                    self._end_episode(flight, sibling, limit)
                 elif sibling.running and not sibling.rollout.turns:
                     self._begin(flight.job, sibling, result)
                     self._submit(flight, sibling)
@@ -314,41 +317,38 @@ class RolloutRunner:
                 sibling.fail(f"the environment returned {error}")
                 return
         turn.taken = True
-        if result.done or len(sibling.rollout.turns) >= self.task.max_turns:
-            self._end_episode(flight, sibling, "env" if result.done else "turns")
+        if result.done:
+            self._end_episode(flight, sibling, "turn_length" if turn.stop_reason == "length" else "env")
             return
-        before = sibling.length
-        o = self.options[flight.job.purpose]
+        if len(sibling.rollout.turns) >= self.task.max_turns:
+            self._use_up(flight, sibling, "turns", rewarded=result.reward is not None)
+            return
+        before, o = sibling.length, self.options[flight.job.purpose]
         append_or_restart(
             self.tokenizer, flight.visit.prompt, sibling, result.observation or "", template=o.history == "template"
         )
         over = o.max_segments is not None and len(sibling.rollout.later) >= o.max_segments
-        if over or self._is_full(flight, sibling):
+        if limit := "segments" if over else self._limit(flight, sibling):
             sibling.withdraw(before)
-            self._end_episode(flight, sibling, "segments" if over else "length")
+            self._use_up(flight, sibling, limit, rewarded=result.reward is not None)
             return
         if not sibling.rollout.greedy and any(k == len(sibling.rollout.turns) for k, _ in flight.undecided):
             sibling.waiting_since = time.monotonic()
         else:
             self._submit(flight, sibling)
 
-    def _use_up(self, flight: Flight, sibling: Sibling) -> None:
-        """End a rollout in the middle of an action, with the reward that its environment gives it then, if any."""
-        ask = getattr(sibling.env, "start_reward", None)
+    def _use_up(self, flight: Flight, sibling: Sibling, limit: str, *, rewarded: bool = False) -> None:
+        """End a rollout at a limit, with the reward that its environment gives it then, unless it has just given it."""
+        ask = None if rewarded else getattr(sibling.env, "start_reward", None)
         if ask is None:
-            self._end_episode(flight, sibling, "length")
+            self._end_episode(flight, sibling, limit)
         else:
-            self._is_later(flight, sibling, ask(), last=True)
+            self._is_later(flight, sibling, ask(), limit=limit)
 
     def _end_episode(self, flight: Flight, sibling: Sibling, stop_reason: str) -> None:
         """End a rollout with the environment's last reward; without one reward functions decide, else it is 0."""
-        rollout = sibling.finish(stop_reason)
+        rollout = sibling.end_episode(stop_reason, judged=bool(self.rewarder.names))
         self.engine.cancel([(*flight.key, rollout.sibling)])  # no turn follows
-        if sibling.reward is None and not self.rewarder.names:
-            sibling.reward = 0.0
-        if sibling.reward is not None and rollout.fate is None:
-            rollout.reward = sibling.reward
-            rollout.rewards = {"env": sibling.reward, **{f"env/{a}": r for a, r in rollout.agent_rewards.items()}}
 
     def _ask_token_gates(self, events: Sequence[Reached]) -> None:
         """Decide about all rollouts at a gate point of this engine step; pruned ones leave before the next."""

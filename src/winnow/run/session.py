@@ -369,7 +369,7 @@ class Session:
         self._records.signals(groups, self.built.methods.judge)
         self._display.update(step, metrics, self.built.sampler.nodes)
         self._look_at_success(step)
-        for message in self._watchdogs.observe(metrics):
+        for message in self._watchdogs.observe(metrics, groups):
             self._warn(step, message)
         failpoint("record")
         self._metrics = metrics

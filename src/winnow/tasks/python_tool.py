@@ -103,7 +103,7 @@ class PythonToolEnv:
         """Run the last block of a turn, if calls are left. A failure of the sandbox is an exception."""
         blocks = _BLOCK.findall(text)
         if not blocks or not self._left:
-            return _done(StepResult(None, done=True))
+            return _done(StepResult(None, done=not blocks))
         self._left -= 1
         code = blocks[-1]
         self._running = self._start(code)

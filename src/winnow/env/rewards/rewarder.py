@@ -355,6 +355,9 @@ class Rewarder:
                     rollout.extra[column] = value
             for rollout, outcome in zip(pending.rollouts, outcomes, strict=True):
                 by_rollout[id(rollout)].append(outcome)
+            printed = self._workers.printed(self._pool, pending.function.target)
+            for rollout in pending.rollouts if printed else ():
+                rollout.printed[pending.function.name] = printed
         for rollout in work.rollouts:
             self._write(rollout, by_rollout[id(rollout)])
 

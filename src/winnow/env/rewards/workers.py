@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ...base.redact import redact
 from ..workers.bwrap_worker import Cage
 from ..workers.worker import WorkerPool, worker_environment
+
+MAX_PRINTED = 300
+"""Characters kept of a line that a function printed."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +37,25 @@ class RewardWorkers:
         cage = Cage(shown) if self.sandbox else None
         return WorkerPool(self.size, timeout_s, memory_mb=self.memory_mb, env=self.env, cage=cage)
 
-    def with_hidden(self, cause: str) -> str:
+    def printed(self, pool: WorkerPool, target: str | None) -> str:
+        """Return the last line that a function of the pool printed, and the variables hidden from it that it missed."""
+        if target is None:
+            return ""
+        *_, last = pool.printed.get(target, "").splitlines() or [""]
+        said = f"it printed: {last[:MAX_PRINTED]}" if last else ""
+        return redact(self.with_hidden(said, pool.unset.get(target, ())), self.env)
+
+    def with_hidden(self, cause: str, missed: Iterable[str] = ()) -> str:
         """Return the cause of a failure, with the remedy if it names a variable set here and hidden from workers.
 
-        Recognizes `KeyError: 'JUDGE_API_KEY'` and the wording of judge clients.
+        Recognizes `KeyError: 'KEY'` and the wording of judge clients. `missed`: variables that the worker missed.
         """
         seen = worker_environment().keys() | set(self.env)
-        named = dict.fromkeys(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", cause))
-        hidden = [name for name in named if name in os.environ and name not in seen]
+        named = [*re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", cause), *re.findall(r"KeyError: '(\w+)'", cause)]
+        hidden = [name for name in dict.fromkeys([*named, *missed]) if name in os.environ and name not in seen]
         if not hidden:
             return cause
         return (
-            f"{cause}; {', '.join(hidden)} is set here, but reward functions given by name do not see it: add "
-            f"reward_env: [{', '.join((*self.env, *hidden))}]"
+            f"{cause}{'; ' if cause else ''}{', '.join(hidden)} is set here, but reward functions given by name do not "
+            f"see it: add reward_env: [{', '.join((*self.env, *hidden))}]"
         )

@@ -6,7 +6,7 @@ sizes are capped, and the parent kills the worker's process group at the deadlin
 
     parent -> worker   {"id": 7, "call": {"target": "module:function", "kwargs": {...}}}
     worker -> parent   {"id": 7, "loaded": true}            the function is imported; its deadline starts now
-                       {"id": 7, "result": ...} or {"id": 7, "error": "ValueError: ..."}
+                       {"id": 7, "result": ..., "unset": ["A_KEY"]} or {"id": 7, "error": "ValueError: ..."}
 
 A worker sees a small environment without secrets. The tail of its prints is quoted when it crashes. It ends with its
 parent: at the end of its input, and on Linux by a signal of the kernel even when it is stuck in C code.
@@ -78,6 +78,10 @@ class WorkerPool:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
+        self.printed: dict[str, str] = {}
+        """What each function printed in its latest call."""
+        self.unset: dict[str, list[str]] = {}
+        """Environment variables that look like keys or addresses, and that each function's process missed."""
         _open_pools.add(self)
 
     def call(self, target: str, kwargs: Mapping[str, Any], *, called: str = "") -> Future[Any]:
@@ -131,6 +135,7 @@ class WorkerPool:
                 worker.end()
                 job.fail(WorkerError("died", f"no worker process could be used: {type(error).__name__}: {error}"))
             else:
+                self.printed[job.called], self.unset[job.called] = worker.printed, worker.unset
                 job.succeed(result)
         worker.end()
 
@@ -151,10 +156,15 @@ class _Worker:
         self._killed = False
         self._serial = 0
         self._imported: set[str] = set()
+        self.printed = ""
+        """The end of what the latest call printed."""
+        self.unset: list[str] = []
+        """Environment variables that the process missed."""
 
     def run(self, job: _Job, timeout_s: float) -> Any:
         """Run one job. Raises WorkerError; the process is then gone unless the function merely raised."""
         child = self._running()
+        child.stderr.clear()
         self._serial += 1
         request = f'{{"id": {self._serial}, "call": {job.body}}}\n'.encode()
         start_s = timeout_s if job.target in self._imported else START_TIMEOUT_S
@@ -165,7 +175,9 @@ class _Worker:
             self._expect("loaded", child, deadline)
             self._imported.add(job.target)
             late = f"took over {timeout_s:g} s"
-            return self._expect("result", child, time.monotonic() + timeout_s)
+            result = self._expect("result", child, time.monotonic() + timeout_s)
+            self.printed = child.stderr.decode("utf-8", "replace").strip()
+            return result
         except WorkerError as error:
             raise WorkerError(error.kind, error.detail, job.called) from None
         except TimeoutError:
@@ -212,6 +224,7 @@ class _Worker:
             if reply["id"] != self._serial:
                 raise KeyError("id")
             value = reply["error"] if "error" in reply else reply[key]
+            self.unset = [str(name) for name in reply.get("unset", ())]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"garbled reply {line[:80]!r}") from None
         if "error" in reply:

@@ -28,6 +28,9 @@ UNMARKED = (
     "connection of the one before was closed. Send the header X-Stainless-Retry-Count: 1 with a repetition, as openai "
     "does"
 )
+CATCH = (
+    "so it gave no reward. Catch the refusal (openai.APIStatusError, status 410) and return what was earned until then"
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class AgentEnv:
     def __init__(
         self, agent: partial[Any], parse: Parser, endpoint: Endpoint, deadlines: Deadlines, loop: AgentLoop
     ) -> None:
-        self._agent, self._label, self._parse = agent, f"agent {function_name(agent.func)}", parse
+        self._agent, self.label, self._parse = agent, f"agent {function_name(agent.func)}", parse
         self._loop = loop
         self._endpoint, self._deadlines = endpoint, deadlines
         self._address = endpoint.open(self.ask)
@@ -104,6 +107,10 @@ class AgentEnv:
         self._answered: list[Request] = []
         """Requests by turn."""
         self._over = False
+        self.agents: set[str] = set()
+        """Names under which the agent asked, answered or not."""
+        self.notes: list[str] = []
+        """What the user should know about the rollout."""
 
     # ------------------------------------------------------------ the agent's side
 
@@ -115,6 +122,7 @@ class AgentEnv:
         equal request gets an answer of its own. Raises OverError when the rollout has ended.
         """
         request = Request(messages, **settings)
+        self.agents.add(request.agent)
         with self._lock:
             if self._over:
                 raise OverError
@@ -144,7 +152,7 @@ class AgentEnv:
             value = self._agent(base_url=self._address)
             return Returned(self._loop.run(value) if inspect.isawaitable(value) else value)
         except BaseException as error:
-            raise RuntimeError(f"{self._label} raised {describe_error(error)}{self._unasked}") from None
+            raise RuntimeError(f"{self.label} raised {describe_error(error)}{self._unasked}") from None
 
     @property
     def _unasked(self) -> str:
@@ -208,9 +216,17 @@ class AgentEnv:
             asked = [*self._answered, *([] if self._with_policy is None else [self._with_policy])]
             return [turn for turn, request in enumerate(asked) if request.abandoned]
 
+    def start_reward(self) -> Future[float | dict[str, float] | None]:
+        """At a limit, refuse pending and later requests; give what the agent returns."""
+        self._refuse()
+        return self._deadlines.submit_async(self._at_limit)
+
     def close(self) -> None:
         """End the rollout; pending and later requests raise OverError."""
         self._endpoint.forget(self._address)
+        self._refuse()
+
+    def _refuse(self) -> None:
         with self._lock:
             self._over = True
             for owed in (self._next, *(request.reply for request in self._requests)):
@@ -226,9 +242,9 @@ class AgentEnv:
             asked = await self._asked()
         except asyncio.CancelledError:  # its time is over
             waited = f"took over {self._deadlines.timeout_s:g} s without asking the policy anything"
-            raise TimeoutError(f"{self._label} {waited}{self._unasked}") from None
+            raise TimeoutError(f"{self.label} {waited}{self._unasked}") from None
         if isinstance(asked, Returned):
-            raise RuntimeError(f"{self._label} ended without asking the policy anything{self._unasked}")
+            raise RuntimeError(f"{self.label} ended without asking the policy anything{self._unasked}")
         return asked
 
     async def _after(self, action: str | None, message: Message | None) -> StepResult:
@@ -237,10 +253,25 @@ class AgentEnv:
             return StepResult(asked, action=action, message=message)
         return StepResult(None, self._reward(asked.value), done=True, action=action, message=message)
 
+    async def _at_limit(self) -> float | dict[str, float] | None:
+        """Return the agent's reward after its requests were refused; None, with a note, if it gives none for that."""
+        try:
+            async with asyncio.timeout(0.9 * self._deadlines.timeout_s):  # before the call's own deadline
+                returned: Returned = await asyncio.wrap_future(self._ended.future)
+        except TimeoutError:
+            self.notes.append(f"at a limit {self.label} did not return after its requests were refused; {CATCH}")
+            return None
+        except RuntimeError as error:
+            self.notes.append(f"at a limit, where its requests are refused, {error}; {CATCH}")
+            return None
+        return self._reward(returned.value)
+
     def _reward(self, value: Any) -> float | dict[str, float] | None:
+        if getattr(value, "shape", None) in ((), (1,)):  # a number of numpy or torch
+            value = value.item()
         if isinstance(value, Mapping) and all(isinstance(v, Real) for v in value.values()):
             return {str(agent): float(reward) for agent, reward in value.items()}
         if not isinstance(value, Real | None):
             kind = type(value).__name__
-            raise TypeError(f"{self._label} returned {kind}; it must be the reward, None, or a dict of agents' rewards")
+            raise TypeError(f"{self.label} returned {kind}; it must be the reward, None, or a dict of agents' rewards")
         return None if value is None else float(value)
