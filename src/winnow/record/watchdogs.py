@@ -143,9 +143,8 @@ class Watchdogs:
                     who = "the environment, or the agent," + (f" as reward '{name}'" if name != "env" else "")
                     remedy = "check samples.jsonl, and how it computes the reward"
                 message = f"{who} gave {mean:g} to every completion of {SAME_STEPS} steps in a row: {remedy}"
-                causes = "; ".join(
-                    [*self._seen(name), *self._opened(mean), *(self._causes_of_zero(name, row) if mean == 0 else ())]
-                )
+                likely = self._causes_of_zero(name, row) if mean == 0 else ()
+                causes = "; ".join([*self._seen(name), *self._opened(mean), *likely])
                 yield f"{message}. Possible causes: {causes}" if causes else message
 
     def _seen(self, name: str) -> Iterator[str]:
