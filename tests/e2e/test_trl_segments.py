@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,23 @@ def test_fewer_prompts_than_a_batch_are_refused_before_a_run_of_no_step(
     with pytest.raises(ConfigError, match="train_dataset: 4 prompts, but a batch has 8"):
         trainer.train()
     assert not (tmp_path / "winnow").exists()
+
+
+def test_what_any_limit_cuts_is_masked_and_counted_as_truncated(example: Any, model: Path, tmp_path: Path) -> None:
+    """Also where the last token ends a turn, by which TRL judges: the limit on turns cut the rollout."""
+
+    def impatient(base_url: str, prompt: str, answer: str) -> float:
+        said, _ = example.ask(base_url, [example.user(prompt)])
+        with contextlib.suppress(OSError):
+            if answer in ("red", "blue"):
+                example.ask(base_url, [example.user("ask")])
+        return float(said == answer) + len(said) / 64
+
+    task = with_agent(DatasetConfig(str(model / "rows.jsonl")).build(), impatient, max_turns=1)
+    given = {"max_completion_length": 120, "max_steps": 1, "mask_truncated_completions": True}
+    given |= {"num_generations": 4, "per_device_train_batch_size": 16}
+    trainer = WinnowGRPOTrainer(model=str(model), reward_funcs=env_reward, args=settings(tmp_path, **given), env=task)
+    trainer.train()
+    totals, (row,) = proven(tmp_path), metrics(tmp_path)
+    print(totals, row)
+    assert 0 < row["completions/clipped_ratio"] < 1

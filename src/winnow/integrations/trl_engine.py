@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import torch
@@ -92,7 +93,10 @@ class _ScoredByTrl:
     def start(self, group: Group, environments: Sequence[Any]) -> None:
         self._groups.append(group)
 
-    def done(self, wait: bool) -> list[Group]:
+    def unfinished(self) -> list[Future[Any]]:
+        return []
+
+    def done(self, wait: bool = False, timeout_s: float | None = None) -> list[Group]:
         groups, self._groups = self._groups, []
         return groups
 
