@@ -94,5 +94,7 @@ def test_what_any_limit_cuts_is_masked_and_counted_as_truncated(example: Any, mo
     trainer = WinnowGRPOTrainer(model=str(model), reward_funcs=env_reward, args=settings(tmp_path, **given), env=task)
     trainer.train()
     totals, (row,) = proven(tmp_path), metrics(tmp_path)
-    print(totals, row)
-    assert 0 < row["completions/clipped_ratio"] < 1
+    assert row["completions/clipped_ratio"] == row["truncated/max_turns"] == 0.5
+    assert [log["completions/clipped_ratio"] for log in trainer.state.log_history[:1]] == [0.5]
+    assert totals["trained"]["rollouts"] == totals["filtered"]["rollouts"] == 8
+    assert row["sampling/sampling_logp_difference/max"] < 1e-4

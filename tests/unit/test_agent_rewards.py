@@ -12,10 +12,14 @@ from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.agents import by_agent, filter_without_row
 from winnow.methods.group_kind import BY_REWARDS
+from winnow.record.failures import truncated_of
+from winnow.record.ledger import Ledger
+from winnow.record.ledger_file import LEDGER
 from winnow.record.step_metrics import Tally
 from winnow.tasks.agents import with_agent
 from winnow.types import Fate, Group, GroupKind, Visit
 
+from ..builders.groups import make_group
 from ..builders.requests import ask, text_of, user
 from ..builders.tool_rollouts import roll
 from ..builders.tools import OneTurn, make_tokenizer
@@ -210,3 +214,17 @@ def test_an_agent_that_does_not_return_at_a_limit_holds_nothing_up(tokenizer):
     done.set()
     assert (rollout.stop_reason, rollout.fate, rollout.reward) == ("turns", None, 0.0)
     assert rollout.notes[0].startswith("at a limit agent agent did not return after its requests were refused")
+
+
+def test_the_ledger_tells_what_was_cut_and_what_was_not_trained(tmp_path):
+    group = make_group(0, [1.0, 0.0, 0.5], [6, 4, 5])
+    for rollout, reason in zip(group.rollouts, ("turns", "context", "env"), strict=True):
+        rollout.fate, rollout.stop_reason = Fate.TRAINED, reason
+    with Ledger.open(tmp_path / LEDGER) as ledger:
+        ledger.visit([group.visit], step=0, version=0)
+        ledger.finish(group, step=0)
+        ledger.step(0, seconds={}, metrics={"tokens/trained": 11.0, "tokens/unrewarded": 4.0})
+        totals = ledger.totals()
+        assert ledger.verify().ok
+    assert (totals["trained"]["tokens"], totals["unrewarded"]["tokens"]) == (11, 4)
+    assert truncated_of(tmp_path) == {"context_length": 1, "max_turns": 1}
