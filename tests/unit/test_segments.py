@@ -106,9 +106,10 @@ def test_requests_at_the_same_time_are_all_answered(tokenizer):
     assert sorted(seen) == [f"<s>user\nPart {i}<e>\n<s>assistant\n" for i in range(4)]
 
 
-@pytest.mark.parametrize(("retry", "answers"), [("0", ["a", "b"]), ("1", ["a", "a"]), (None, ["a", "a"])])
+@pytest.mark.parametrize(("retry", "answers"), [("0", ["a", "b"]), ("1", ["a", "a"]), (None, ["a", "b"])])
+@pytest.mark.filterwarnings("ignore:agent. its client sends equal requests")
 def test_the_same_request_again(tokenizer, retry, answers):
-    """OpenAI's client says whether it repeats a request; from others it is a repetition."""
+    """OpenAI's client says whether it repeats a request; from others, whose connection was kept, it is a new one."""
 
     def agent(base_url, prompt):
         return float([text_of(ask(base_url, prompt, retry=r)) for r in ("0", retry)] == answers)
