@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("trl")
 
+from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -26,6 +27,7 @@ from winnow.methods.correct import effective_sample_size
 from winnow.types import Prompt
 
 from ..builders.pruning import PRUNING
+from ..builders.tokenizers import chat_tokenizer, save_chat_model
 from ..builders.trl_runs import PROMPTS, G, Watched, arguments, data, metrics, parity, proven, settings
 
 __all__ = ["arguments", "data"]  # fixtures
@@ -308,3 +310,14 @@ def test_a_reward_that_compares_siblings_is_refused_where_groups_come_in_parts(a
     with pytest.raises(ConfigError, match="ranked compares siblings .* group_size: sequential scores the first 2"):
         WinnowGRPOTrainer(**arguments | {"reward_funcs": ranked}, **parts)
     WinnowGRPOTrainer(**arguments | {"reward_funcs": ranked})
+
+
+def test_trl_counts_the_templates_end_of_turn_as_an_end(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Winnow's engine ends rollouts there: TRL would count them as cut off, and save a model that goes on."""
+    folder = save_chat_model(tmp_path / "chat")
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
+    own = {"model": str(folder), "processing_class": chat_tokenizer(), "train_dataset": Dataset.from_list(rows)}
+    assert 2 not in WinnowGRPOTrainer(**arguments | own).eos_token_ids
+    trainer = WinnowGRPOTrainer(**arguments | own, engine="local")
+    assert {0, 2} <= {*trainer.eos_token_ids}
+    assert {0, 2} <= {*trainer.model.generation_config.eos_token_id}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from winnow.env.prompting import PromptError, encode_observation, encode_prompt,
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.row_files import DataError
 from winnow.env.tools import with_tools
+from winnow.integrations.trl_data import TrlRows
 from winnow.run.preflight import check_rewards
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.agents import with_agent
@@ -152,6 +154,21 @@ def test_an_agent_offers_its_own_tools():
     assert prompt.columns["tools"] == [WEATHER]
 
 
+@pytest.mark.parametrize(
+    ("columns", "remedy"),
+    [
+        ({"tools": [WEATHER]}, r"column 'tools' to the chat template; give tools=\[\.\.\.\] to the trainer"),
+        (
+            {"chat_template_kwargs": {"a": 1}},
+            "column 'chat_template_kwargs' to .* give chat_template_kwargs in",
+        ),
+    ],
+)
+def test_trl_shows_neither_and_is_said_to(columns, remedy):
+    with pytest.warns(UserWarning, match=f"train_dataset, row 2: TRL's GRPOTrainer does not give {remedy}"):
+        TrlRows([{"prompt": ASKED}, {"prompt": ASKED, **columns}], environments=False)
+
+
 # ---- columns next to the prompt
 
 
@@ -227,6 +244,16 @@ def test_a_run_and_a_warm_start_refuse_them(tmp_path, chat_model):
         )
     with pytest.raises(ConfigError, match="warm start: train_dataset, row 1: the model would not be given column"):
         warm_start(build_rows(rows), tmp_path / "warm", config=WarmStartConfig(max_steps=1))
+
+
+def test_a_chat_with_its_solution_is_named():
+    """A turn begun in a prompt is meant to be continued."""
+    rows = [{"messages": ASKED}, {"messages": [*ASKED, {"role": "assistant", "content": "20 degrees."}]}]
+    with pytest.warns(UserWarning, match="row 2: 'messages' ends in an assistant's turn, as in 1 of 2 rows, and"):
+        build_rows(rows, prompt_column="messages")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_rows([{"prompt": rows[1]["messages"]}])
 
 
 # ---- presets

@@ -109,7 +109,8 @@ def without_embedding(model: Any, tokenizer: Any) -> tuple[int, dict[int, str]]:
     None of these can be read or sampled. Tokens of pictures and sounds are left out, as no text has them.
     """
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
-    rows = min(len(end.weight) for end in ends)
+    sizes = [getattr(end, "num_embeddings", None) or getattr(end, "out_features", None) for end in ends]
+    rows = min(size or len(end.weight) for size, end in zip(sizes, ends, strict=True))
     vocabulary = tokenizer.get_vocab().items()
     return rows, {i: token for token, i in vocabulary if i >= rows and not _OF_MEDIA.search(token)}
 

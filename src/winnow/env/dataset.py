@@ -16,6 +16,7 @@ from ..base.dotted import nearest
 from ..base.paths import tilde
 from ..types import Message, Prompt
 from .base import OneTurn, RewardFn
+from .chat import is_begun
 from .presets import OF_MATH, PRESETS, READ
 from .prompt_columns import beside, refuse_pictures, template_values
 from .prompt_store import Store, StoredPrompts, content_of
@@ -27,6 +28,8 @@ from .synthetic_data import PREFIX
 
 MARKS = {"instruction": "alpaca", "conversations": "sharegpt"}
 """Columns by which rows of a preset are known."""
+OF_WHOLE_CHATS = ("messages", "conversations")
+"""Columns that usually hold the solution, too."""
 SHOWN = 5
 """Ids named in an error message."""
 
@@ -132,11 +135,14 @@ class DatasetTask(OneTurn):
         config = self.config
         store = Store()
         as_json: list[str] = []
+        answered: list[str] = []
         convert = PRESETS[config.preset] if config.preset is not None else None
         for row in rows:
             if convert is not None:
                 row = Row(row.place, row.number, convert(row))
             text, messages = _prompt_of(row, config, as_json)
+            if config.prompt_column in OF_WHOLE_CHATS and messages is not None and is_begun(messages):
+                answered.append(row.where)
             refuse_pictures(row, config.prompt_column)
             values = template_values(row, config.prompt_column, in_chat=messages is not None)
             for column in beside(row, config.prompt_column, READ.get(config.preset or "", ())):
@@ -147,6 +153,12 @@ class DatasetTask(OneTurn):
                 )
             store.add(row, _given_id(row, config), text, messages, values)
         store.finish()
+        if answered:
+            warnings.warn(
+                f"{answered[0]}: '{config.prompt_column}' ends in an assistant's turn, as in {len(answered)} of "
+                f"{len(store)} rows, and the policy continues it; if it is the solution, leave it out of the prompt",
+                stacklevel=2,
+            )
         if as_json:
             warnings.warn(
                 f"{as_json[0]}: '{config.prompt_column}' is a list of messages written as text, as in {len(as_json)} "
