@@ -51,7 +51,10 @@ def stored(folder: Path, run_id: str) -> tuple[list[dict[str, Any]], dict[str, s
         if all(any(record.HasField("exit") for record in records) for records in whole):
             break
         time.sleep(0.1)
-    rows, steps, config, code = [], {}, {}, None
+    rows: list[dict[str, Any]] = []
+    steps: dict[str, str] = {}
+    config: dict[str, Any] = {}
+    code = None
     for record in (record for records in whole for record in records):
         kind = record.WhichOneof("record_type")
         if kind == "history":
@@ -70,7 +73,7 @@ def rewards(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
 
 
 def logs_of(run: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["reward"]) for row in metrics_of(run)]
+    return [(int(row["step"]), row["reward"]) for row in metrics_of(run)]
 
 
 def test_wandb(config: dict[str, Any], tmp_path: Path, wandb: Any) -> None:
@@ -197,7 +200,9 @@ def test_mlflow(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monk
     config |= {"report_to": ["mlflow"]}
     with pytest.raises(ZeroDivisionError):
         Trainer(config=config, reward_funcs=parity_reward, callbacks=[Dies]).train()
-    assert mlflow.active_run().info.run_id == mine.info.run_id
+    active = mlflow.active_run()
+    assert active is not None
+    assert active.info.run_id == mine.info.run_id
     Trainer.resume(config["output_dir"], reward_funcs=parity_reward).train()
     mlflow.log_metric("after", 1.0)
     client = mlflow.MlflowClient()

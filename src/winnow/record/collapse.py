@@ -63,8 +63,8 @@ def entropy_message(rows: Sequence[Metrics], first: float) -> str | None:
     if len(low) < PATIENCE:
         return None
     return (
-        f"the policy has become nearly deterministic: the entropy is {low[-1][ENTROPY]:.2g} nats a token, {first:.2g} at "
-        "the first step, so siblings repeat each other and fewer groups teach; raise temperature, epsilon_high or "
+        f"the policy has become nearly deterministic: the entropy is {low[-1][ENTROPY]:.2g} nats a token, {first:.2g} "
+        "at the first step, so siblings repeat each other and fewer groups teach; raise temperature, epsilon_high or "
         "entropy_coef, or lower learning_rate"
     )
 

@@ -31,7 +31,7 @@ from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
 from .merged import MergedWeights
 from .optimal_baseline_update import Batched, ByLength, RowByRow, batched_if_exact
-from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
+from .optimizer import Optimizer, load_state, make_optimizer, saved_state, set_learning_rate
 from .recompute import recomputing
 from .reference import load_reference, mix, save_reference
 from .token_baselines import TokenBaselines
@@ -339,7 +339,7 @@ class LocalLearner:
     def close(self) -> None: ...
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> Optimizer:
         """The optimizer, as callbacks get it."""
         return self._optimizer
 
