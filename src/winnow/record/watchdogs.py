@@ -37,9 +37,9 @@ MISSED = 0.3
 class Watchdogs:
     """Checks every step's metrics, and probes of engine and learner.
 
-    `first`: figures of the first step of a resumed run, as `first_figures` returns them. `functions`: names of the reward
-    functions; `in_threads`: those that run in a thread of this process. `opening`: a tag such as `<think>` that prompts
-    end in.
+    `first`: figures of the first step of a resumed run, as `first_figures` returns them. `functions`: names of the
+    reward functions; `in_threads`: those that run in a thread of this process. `opening`: a tag such as `<think>` that
+    prompts end in.
     """
 
     def __init__(

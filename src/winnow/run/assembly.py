@@ -17,6 +17,7 @@ from ..learner.agreement import Agreement
 from ..learner.base import Learner
 from ..methods.gate.audit import rules_of
 from ..record.trackers import check_trackers
+from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext, sampler_options
 from ..sampler.weights import fingerprints
@@ -77,6 +78,12 @@ class Assembly:
         """
         if self.engine is None or "logp" in self.engine.provides:
             self.agreement = check_agreement(self.task.train, self._probe, self.learner, lambda: self.sampler.dtype)
+
+    def evaluate(self) -> Evaluation:
+        """Sample the held-out prompts with the newest weights."""
+        c, success = self.config, self.methods.judge.success
+        prompts = self.task.test[: c.eval_prompts]
+        return evaluate(self.sampler.run, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
 
     def _probe(self, jobs: Sequence[Job]) -> list[Group]:
         groups = self.sampler.run(jobs)

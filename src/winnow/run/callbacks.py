@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,6 +201,7 @@ class Callbacks:
 
     def call(self, event: str, **kwargs: Any) -> None:
         """Call an event of all callbacks; one may return the control to set it, as in transformers."""
+        kwargs |= {"lr_scheduler": None, "train_dataloader": None, "eval_dataloader": None}
         for callback in [*self.callbacks]:
             method = getattr(callback, event, None)
             if method is None:
@@ -214,6 +215,14 @@ class Callbacks:
                     f"callbacks: {type(callback).__name__} set should_epoch_stop, but steps do not belong to epochs; "
                     "set should_training_stop"
                 )
+
+    def report(self, logs: dict[str, float], notify: Callable[..., None]) -> None:
+        """Pass a row of metrics to `on_log`, and those of an evaluation to `on_evaluate`."""
+        notify("on_log", logs=dict(logs))
+        evaluation = {key: value for key, value in logs.items() if key.startswith(("eval/", "eval_"))}
+        if evaluation:
+            notify("on_evaluate", metrics=evaluation)
+            self.state.evaluated(logs, self.args.config)
 
     def take(self, request: str) -> bool:
         """Return and clear a callback's request: `should_save` or `should_evaluate`."""

@@ -31,7 +31,7 @@ from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Rec
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError
 from ..record.watchdogs import Watchdogs, first_figures
 from ..reuse import Reuse
-from ..rollout.evaluate import Evaluation, evaluate
+from ..rollout.evaluate import Evaluation
 from ..rollout.profile import Profiler
 from ..sampler import SamplersLostError, sampler_options
 from ..sampler.base import SamplerRefusedError
@@ -229,7 +229,7 @@ class Session:
         """Mark the task as solved, and evaluate now unless an evaluation was just due."""
         self._solved, step = True, self.loop.step
         if self.config.eval_steps and step % self.config.eval_steps:
-            self._evaluate_and_write()
+            self._records.write(self._totals() | self.evaluate())
 
     def step(self) -> dict[str, float]:
         """Run one optimizer step, save if due, and return its metrics. Raises RunStoppedError as `run` does."""
@@ -250,18 +250,14 @@ class Session:
         if not isinstance(sampler, InProcessSampler):
             raise ConfigError(f"evaluate: the samplers have ended with the run; run `winnow eval {self.run_dir}`")
         sampler.runner.rewarder = rewarder
-        return self._evaluated(self._held_out())
+        return self._evaluated(self.built.evaluate())
 
     def _evaluated(self, found: Evaluation) -> dict[str, float]:
         metrics = {f"eval/{name}": value for name, value in found.metrics.items()}
         row = self._totals() | metrics
         self._records.track(row)
-        self._tell(self._callbacks.state.log(row))
+        self._callbacks.report(self._callbacks.state.log(row), self._notify)
         return metrics
-
-    def _evaluate_and_write(self) -> None:
-        """Evaluate between two steps, with a row of its own in metrics.jsonl."""
-        self._records.write(self._totals() | self.evaluate())
 
     def finish(self) -> dict[str, float]:
         """Save the model as a Hugging Face directory and close the ledger; return last evaluation and totals."""
@@ -340,16 +336,11 @@ class Session:
 
     def _evaluate_now(self, step: int) -> Evaluation:
         require_held_out(self.built.task)
-        found = self._held_out()
+        found = self.built.evaluate()
         self._evaluated_at = step
         self.ledger.evaluation(step, rollouts=found.rollouts, tokens=found.tokens, seconds=found.seconds)
         self._records.samples(step, found.groups, "test")
         return found
-
-    def _held_out(self) -> Evaluation:
-        c, built = self.config, self.built
-        prompts, success = built.task.test[: c.eval_prompts], built.methods.judge.success
-        return evaluate(built.sampler.run, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
 
     def _profile(self, step: int) -> None:
         """Give the selector fresh pass rates of all training prompts, if it asks for them."""
@@ -377,17 +368,9 @@ class Session:
         logs = self._callbacks.state.log(metrics)
         if step:
             self._notify("on_step_end", groups=groups)
-        self._tell(logs)
+        self._callbacks.report(logs, self._notify)
         if self._callbacks.take("should_evaluate") and self._evaluated_at != step:
-            self._evaluate_and_write()
-
-    def _tell(self, logs: dict[str, float]) -> None:
-        """Pass metrics to `on_log`, and those of an evaluation to `on_evaluate`."""
-        self._notify("on_log", logs=dict(logs))
-        evaluation = {key: value for key, value in logs.items() if key.startswith(("eval/", "eval_"))}
-        if evaluation:
-            self._notify("on_evaluate", metrics=evaluation)
-            self._callbacks.state.evaluated(logs, self.config)
+            self._records.write(self._totals() | self.evaluate())
 
     def _at(self, step: int) -> None:
         """Report the current step to rewards and callbacks."""
@@ -397,9 +380,8 @@ class Session:
 
     def _notify(self, event: str, **kwargs: Any) -> None:
         model = getattr(self.built.learner, "model", None)
-        kwargs |= {"optimizer": getattr(self.built.learner, "optimizer", None), "lr_scheduler": None}
-        kwargs |= {"train_dataloader": None, "eval_dataloader": None}
-        self._callbacks.call(event, model=model, processing_class=self.built.tokenizer, **kwargs)
+        optimizer = getattr(self.built.learner, "optimizer", None)
+        self._callbacks.call(event, model=model, optimizer=optimizer, processing_class=self.built.tokenizer, **kwargs)
 
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self.built.begun
