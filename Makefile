@@ -11,17 +11,21 @@ PIP := $(INSTALL) -c constraints.txt
 .PHONY: install demo demo-llm test test-all test-gpu install-scale test-scale test-scale-all install-peers test-peers soak fuzz anywhere bench bench-llm bench-scale bench-claims dist audit docs lock lint clean
 
 $(BIN)/python:
+	@echo "install 1/4: a virtual environment in $(VENV) (seconds)"
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and alone: asked for as a dependency, some installers fetch gigabytes of CUDA with it.
 # Then what the lock says, by hash, where it is of this machine; elsewhere what the constraints let pip find.
 EXTRAS := dev,peft,math,reasoning-gym,textworld,alfworld,hub,gguf,gate,torchao,tensorboard,wandb,trackio,mlflow,trl
 $(VENV)/.installed: pyproject.toml constraints.txt locks/dev.txt | $(BIN)/python
+	@echo "install 2/4: torch, hundreds of megabytes (1 to 5 minutes; pip prints nothing meanwhile)"
 	$(PIP) torch==2.13.0
+	@echo "install 3/4: all other packages, and winnow itself (3 to 10 minutes; pip prints nothing meanwhile)"
 	if $(BIN)/python locks/applies.py; then \
 	  $(INSTALL) --no-deps --require-hashes -r locks/dev.txt && $(PIP) --no-deps -e .; \
 	else $(PIP) -e '.[$(EXTRAS)]'; fi
-	touch $@
+	@echo "install 4/4: done, kept in $(VENV); the next call starts at once"
+	@touch $@
 
 install: $(VENV)/.installed
 
@@ -32,12 +36,15 @@ $(VENV)/.bench: $(VENV)/.installed
 # OUT, SETTINGS: where it goes, and `key=value` that change it.
 OUT ?= runs/demo
 demo: $(VENV)/.installed ## warm-start, train, evaluate, report (2 to 10 minutes on two cores)
+	@echo "demo: warm start, training, evaluation and report, in $(OUT) (2 to 10 minutes on two cores)"
 	$(BIN)/winnow demo -o "$(OUT)" $(SETTINGS)
 
 demo-llm: $(VENV)/.installed ## the same with a pretrained chat model of 135M parameters, fetched first
+	@echo "demo-llm: fetches a model the first time, then training, evaluation and report, in runs/demo-llm (12 minutes and more)"
 	$(BIN)/winnow demo-llm
 
 test: $(VENV)/.installed ## everything but the slow tests
+	@echo "test: all but the slow ones, $(JOBS) at a time (a dot each)"
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
 test-all: $(VENV)/.installed
