@@ -40,13 +40,6 @@ from .base.settings_yaml import load_yaml
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 GroupWeighting = Literal["equal", "size"]
-
-
-def weighs_equally(loss_type: LossType, group_weighting: GroupWeighting | None) -> bool:
-    """Return whether every group counts the same in the loss, whatever its size."""
-    return (group_weighting or ("size" if loss_type == "dapo" else "equal")) == "equal"
-
-
 History = Literal["exact", "template"]
 Optim = Literal["adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "adafactor", "muon", "sgd"]
 

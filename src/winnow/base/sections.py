@@ -13,6 +13,11 @@ OF_ADAPTER = ("r", "alpha", "dropout", "target_modules")
 """Keys of `lora` that a resumed adapter sets."""
 
 
+def weighs_equally(loss_type: str, group_weighting: str | None) -> bool:
+    """Return whether every group counts the same in the loss, whatever its size."""
+    return (group_weighting or ("size" if loss_type == "dapo" else "equal")) == "equal"
+
+
 class LoraConfig(BaseModel):
     """Low-rank adapters through peft; leave `lora` out for full fine-tuning."""
 

@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from ..config import GroupWeighting, LossType, weighs_equally
+from ..base.sections import weighs_equally
+from ..config import GroupWeighting, LossType
 from .correct import Correction
 from .correct.none import NoCorrection
 from .segments import sum_at_rows

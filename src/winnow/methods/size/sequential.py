@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from ...base.errors import ConfigError
 from ...base.options import CHECKED
-from ...config import weighs_equally
+from ...base.sections import weighs_equally
 from ...types import Group, GroupKind, Prompt
 from ..base import RunFacts
 from ..group_kind import GroupJudge, are_equal
