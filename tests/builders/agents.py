@@ -35,9 +35,7 @@ def solve(prompt, base_url):
 '''
 
 
-SHARING = (
-    AGENT.replace("def solve(", "def alone(")
-    + """
+SHARING = AGENT.replace("def solve(", "def alone(") + '''
 
 import threading
 
@@ -47,8 +45,7 @@ places = threading.Semaphore(2)
 def solve(prompt, base_url):
     with places:
         return alone(prompt, base_url)
-"""
-)
+'''
 
 
 def agent_config(model: Path, folder: Path, agent: str = AGENT) -> dict[str, Any]:

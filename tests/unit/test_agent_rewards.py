@@ -6,7 +6,9 @@ import contextlib
 import threading
 import urllib.error
 
+import numpy as np
 import pytest
+import torch
 
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
@@ -228,3 +230,13 @@ def test_the_ledger_tells_what_was_cut_and_what_was_not_trained(tmp_path):
         assert ledger.verify().ok
     assert (totals["trained"]["tokens"], totals["unrewarded"]["tokens"]) == (11, 4)
     assert truncated_of(tmp_path) == {"context_length": 1, "max_turns": 1}
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.float32(1.0), np.array([1.0]), torch.tensor(1.0)])
+def test_numbers_of_numpy_and_torch_are_rewards(tokenizer, value):
+    def agent(base_url, prompt):
+        ask(base_url, prompt)
+        return value
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a"]])
+    assert (rollout.fate, rollout.reward) == (None, 1.0)
