@@ -35,7 +35,9 @@ def solve(prompt, base_url):
 '''
 
 
-SHARING = AGENT.replace("def solve(", "def alone(") + '''
+SHARING = (
+    AGENT.replace("def solve(", "def alone(")
+    + """
 
 import threading
 
@@ -45,7 +47,8 @@ places = threading.Semaphore(2)
 def solve(prompt, base_url):
     with places:
         return alone(prompt, base_url)
-'''
+"""
+)
 
 
 def agent_config(model: Path, folder: Path, agent: str = AGENT) -> dict[str, Any]:

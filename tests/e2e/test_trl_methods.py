@@ -307,7 +307,7 @@ def test_a_reward_that_compares_siblings_is_refused_where_groups_come_in_parts(a
 
     ranked.compares_siblings = True  # type: ignore[attr-defined]
     parts = {"group_size": {"name": "sequential", "probe": 2}, "advantage": "grpo"}
-    with pytest.raises(ConfigError, match="ranked compares siblings .* group_size: sequential scores the first 2"):
+    with pytest.raises(ConfigError, match=r"ranked compares siblings .* group_size: sequential scores the first 2"):
         WinnowGRPOTrainer(**arguments | {"reward_funcs": ranked}, **parts)
     WinnowGRPOTrainer(**arguments | {"reward_funcs": ranked})
 

@@ -80,7 +80,8 @@ class Assembly:
             self.agreement = check_agreement(self.task.train, self._probe, self.learner, lambda: self.sampler.dtype)
 
     def evaluate(self) -> Evaluation:
-        """Sample the held-out prompts with the newest weights."""
+        """Sample the held-out prompts with the newest weights. Raises ConfigError if there are none."""
+        require_held_out(self.task)
         c, success = self.config, self.methods.judge.success
         prompts = self.task.test[: c.eval_prompts]
         return evaluate(self.sampler.run, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
@@ -152,3 +153,9 @@ def assemble(c: RunConfig, given: Given, checkpoint: Path | None, *, resumed: bo
         engine.load_weights(learner.weights(), 0)
         built.compare()
     return built
+
+
+def require_held_out(task: Task) -> None:
+    """Raise ConfigError if there are no held-out prompts."""
+    if not task.test:
+        raise ConfigError("eval_dataset: no held-out prompts to evaluate on; give some (env: test)")

@@ -11,7 +11,8 @@ from ..record.records import CONFIG, read_config
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}
-    | {"resume", "save_dtype", "max_failed_share", "reward_timeout_s", "reward_memory_mb", "reward_env", "reward_sandbox"}
+    | {"save_dtype", "max_failed_share", "reward_timeout_s", "reward_memory_mb", "reward_env", "reward_sandbox"}
+    | {"resume"}
     | {"sync", "learner", "threads", "metric_for_best_model", "greater_is_better"}
     | {"engine", "tokens_per_microbatch", "gradient_checkpointing"}
     | {"push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"}

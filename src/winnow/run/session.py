@@ -20,7 +20,6 @@ from ..base.files import readable, write_json
 from ..base.memory import heap_frozen
 from ..base.state import at
 from ..config import ConfigError, as_saved
-from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..learner.off_policy import log_ratios
 from ..learner.step import OptimizerStep
@@ -48,12 +47,6 @@ from .model_card import write_card
 from .preflight import NothingSampledError
 from .prompt_example import PromptExample, prompt_example
 from .user_code import changes, code_of
-
-
-def require_held_out(task: Task) -> None:
-    """Raise ConfigError if there are no held-out prompts."""
-    if not task.test:
-        raise ConfigError("eval_dataset: no held-out prompts to evaluate on; give some (env: test)")
 
 
 class Session:
@@ -335,7 +328,6 @@ class Session:
         return self._evaluate_now(step) if self._callbacks.take("should_evaluate") or due else None
 
     def _evaluate_now(self, step: int) -> Evaluation:
-        require_held_out(self.built.task)
         found = self.built.evaluate()
         self._evaluated_at = step
         self.ledger.evaluation(step, rollouts=found.rollouts, tokens=found.tokens, seconds=found.seconds)

@@ -22,13 +22,13 @@ from ..learner import LearnerLostError
 from ..record.records import RunDirectoryError, lock
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError, memory_errors
 from . import checkpoint
-from .assembly import assemble
+from .assembly import assemble, require_held_out
 from .build import build_rewarder
 from .callback_arguments import CallbackArguments
 from .callbacks import Callbacks, TrainerState
 from .preflight import refuse_changes, refuse_used_directory
 from .resume_keys import resumed_config
-from .session import Session, require_held_out
+from .session import Session
 from .trainer_inputs import Given
 from .trl_arguments import config_from, given_again, refuse_resume
 

@@ -26,7 +26,7 @@ from ..base.files import digest, sha256
 from ..config import ConfigError, RunConfig
 
 _ELSEWHERE = tuple(
-    os.path.join(os.path.realpath(path), "")
+    os.path.join(os.path.realpath(str(path)), "")
     for path in (*(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib")), Path(__file__).parent.parent)
 )
 MOST_PARTS = 64

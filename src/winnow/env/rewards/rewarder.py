@@ -11,11 +11,9 @@ import inspect
 import math
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,8 +37,9 @@ from ..workers.functions import (
 )
 from ..workers.signals import awaited_noticing, called_noticing
 from ..workers.worker import WorkerError
-from .pooled import Arguments, PooledReward, arguments_each, verl_arguments
-from .scores import MAX_REWARD, STANDARD, Outcome, arguments_of, check_columns, read_score, read_scores
+from .pending import PendingRewards, RewardFunction, ScoredGroup, unique_names
+from .pooled import PooledReward, arguments_each, verl_arguments
+from .scores import MAX_REWARD, STANDARD, Outcome, arguments_of, check_columns
 from .workers import RewardWorkers
 
 if TYPE_CHECKING:
@@ -58,55 +57,6 @@ NO_SIGNALS = (
 )
 
 RewardSpec = Callable[..., Any] | str
-
-
-@dataclass
-class _Function:
-    """A reward function: a callable of this process, or the name of one called in a worker."""
-
-    name: str
-    weight: float
-    parameters: dict[str, bool]
-    call: Callable[..., Any] | None = None
-    target: str | None = None
-    arguments: Arguments | None = None
-    """Arguments for each completion; None: one call a group."""
-    model: RewardModel | None = None
-    """Set if `call` is a reward model."""
-    compares: bool | None = False
-    """Whether it compares siblings; None: its author does not say."""
-
-
-@dataclass(eq=False)
-class _Pending:
-    """One function's answer for some rollouts of a group."""
-
-    function: _Function
-    rollouts: list[Rollout]
-    futures: list[Future[Any]]
-    """One for each rollout, or a single one for all."""
-    logs: RewardLogs
-
-    def outcomes(self) -> list[Outcome]:
-        """Return an outcome for each rollout. Takes over a worker's logs."""
-        n = len(self.rollouts)
-        if self.function.arguments is not None:
-            return [read_score(_result(f)) for f in self.futures]
-        result = _result(self.futures[0])
-        if self.function.target is None or isinstance(result, Exception):
-            return read_scores(result, n)
-        self.logs.metrics, self.logs.extra = result["metrics"], result["extra"]
-        return read_scores(result["value"], n)
-
-
-@dataclass(eq=False)
-class _Work:
-    group: Group
-    rollouts: list[Rollout]
-    pending: list[_Pending]
-
-    def unfinished(self) -> list[Future[Any]]:
-        return [f for p in self.pending for f in p.futures if not f.done()]
 
 
 class Rewarder:
@@ -144,7 +94,7 @@ class Rewarder:
         self._workers = workers or RewardWorkers()
         self._pool = self._workers.pool(specs, timeout_s)
         self._calls = Deadlines(timeout_s)
-        self._work: list[_Work] = []
+        self._work: list[ScoredGroup] = []
         self._metrics: list[tuple[str, float]] = []
         self._signals: set[str] = set()
         """Names of functions that have set a signal handler in their thread."""
@@ -154,7 +104,7 @@ class Rewarder:
         except BaseException:
             self.close()
             raise
-        self._functions = _unique_names(functions)
+        self._functions = unique_names(functions)
         self.specs = specs
 
     @property
@@ -202,7 +152,7 @@ class Rewarder:
         """
         if any(work.group is group for work in self._work):
             raise ValueError(f"group of visit {group.visit.number} is being scored already")
-        work = _Work(group, [], [])
+        work = ScoredGroup(group, [], [])
         for greedy in (False, True):
             unscored = [i for i, r in enumerate(group.rollouts) if r.fate is None and r.reward is None]
             if not (chosen := [i for i in unscored if group.rollouts[i].greedy == greedy]):
@@ -255,16 +205,16 @@ class Rewarder:
         self._pool.close()
         self._calls.close()
 
-    def _function(self, spec: RewardSpec, weight: float) -> _Function:
+    def _function(self, spec: RewardSpec, weight: float) -> RewardFunction:
         if isinstance(spec, str) and spec in BUILTIN:
             spec = load_function(BUILTIN[spec])
         if (model := _reward_model(spec, self._device)) is not None:
             asked = dict.fromkeys(("prompts", "completions"), True)
-            return _Function(function_name(model), weight, asked, call=model, model=model)
+            return RewardFunction(function_name(model), weight, asked, call=model, model=model)
         if isinstance(spec, PooledReward):
             asked = dict.fromkeys(spec.columns, True)
             parameters = {**asked, "**": False}
-            return _Function(function_name(spec), weight, parameters, target=spec.target, arguments=spec.arguments)
+            return RewardFunction(function_name(spec), weight, parameters, target=spec.target, arguments=spec.arguments)
         if isinstance(spec, str):
             return self._by_name(spec, weight)
         if not callable(spec):
@@ -276,10 +226,10 @@ class Rewarder:
             )
         parameters = parameters_of(spec)
         if set(VERL_ARGUMENTS) <= set(parameters):
-            return _Function(function_name(spec), weight, {"**": False}, call=spec, arguments=verl_arguments)
-        return _Function(function_name(spec), weight, parameters, call=spec, compares=compares_siblings(spec))
+            return RewardFunction(function_name(spec), weight, {"**": False}, call=spec, arguments=verl_arguments)
+        return RewardFunction(function_name(spec), weight, parameters, call=spec, compares=compares_siblings(spec))
 
-    def _by_name(self, target: str, weight: float) -> _Function:
+    def _by_name(self, target: str, weight: float) -> RewardFunction:
         if ":" not in target:
             known, hint = ", ".join(BUILTIN), reward_hint(target, BUILTIN)
             raise TargetError(
@@ -292,12 +242,12 @@ class Rewarder:
         except WorkerError as error:
             raise TargetError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
         if set(VERL_ARGUMENTS) <= set(found["parameters"]):
-            return _Function(found["name"], weight, {"**": False}, target=target, arguments=verl_arguments)
-        return _Function(found["name"], weight, found["parameters"], target=target, compares=found["compares"])
+            return RewardFunction(found["name"], weight, {"**": False}, target=target, arguments=verl_arguments)
+        return RewardFunction(found["name"], weight, found["parameters"], target=target, compares=found["compares"])
 
-    def _begin(self, function: _Function, rollouts: list[Rollout], arguments: dict[str, Any]) -> _Pending:
+    def _begin(self, function: RewardFunction, rollouts: list[Rollout], arguments: dict[str, Any]) -> PendingRewards:
         n = len(rollouts)
-        pending = _Pending(function, rollouts, [], RewardLogs(n))
+        pending = PendingRewards(function, rollouts, [], RewardLogs(n))
         columns = {name: value for name, value in arguments.items() if name not in STANDARD}
         try:
             check_columns(function.name, function.parameters, columns)
@@ -312,13 +262,13 @@ class Rewarder:
             pending.futures = [failed] * n
         return pending
 
-    def _call_one(self, function: _Function, arguments: dict[str, Any]) -> Future[Any]:
+    def _call_one(self, function: RewardFunction, arguments: dict[str, Any]) -> Future[Any]:
         """Call a function for one completion."""
         if function.target is not None:
             return self._pool.call(function.target, arguments)
         return self._in_process(function, {name: private(value) for name, value in arguments.items()})
 
-    def _call(self, function: _Function, arguments: dict[str, Any], n: int, logs: RewardLogs) -> Future[Any]:
+    def _call(self, function: RewardFunction, arguments: dict[str, Any], n: int, logs: RewardLogs) -> Future[Any]:
         """Call a function for the n completions of a group."""
         accepted = function.parameters
         loggers = [name for name in LOGGERS if name in accepted or "**" in accepted]
@@ -337,14 +287,14 @@ class Rewarder:
                 chosen[name] = [private(value) for value in values]
         return self._in_process(function, chosen | {name: getattr(logs, name) for name in loggers})
 
-    def _in_process(self, function: _Function, arguments: dict[str, Any]) -> Future[Any]:
+    def _in_process(self, function: RewardFunction, arguments: dict[str, Any]) -> Future[Any]:
         assert function.call is not None
         bound, notice = partial(function.call, **arguments), partial(self._signals.add, function.name)
         if _is_async(bound):
             return self._calls.submit_async(partial(awaited_noticing, bound, notice))
         return self._calls.submit(partial(called_noticing, bound, notice))
 
-    def _settle(self, work: _Work) -> None:
+    def _settle(self, work: ScoredGroup) -> None:
         by_rollout: dict[int, list[Outcome]] = {id(rollout): [] for rollout in work.rollouts}
         for pending in work.pending:
             outcomes = pending.outcomes()
@@ -361,7 +311,7 @@ class Rewarder:
         for rollout in work.rollouts:
             self._write(rollout, by_rollout[id(rollout)])
 
-    def _said(self, function: _Function, error: Exception) -> str:
+    def _said(self, function: RewardFunction, error: Exception) -> str:
         if isinstance(error, WorkerError):
             return self._workers.with_hidden(error.detail)
         return describe_error(error) + (f"; {NO_SIGNALS}" if function.name in self._signals else "")
@@ -404,17 +354,3 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 def _built_in(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
-
-
-def _unique_names(functions: list[_Function]) -> list[_Function]:
-    seen: Counter[str] = Counter()
-    for function in functions:
-        seen[function.name] += 1
-        if seen[function.name] > 1:
-            function.name = f"{function.name}_{seen[function.name]}"
-    return functions
-
-
-def _result(future: Future[Any]) -> Any:
-    error = future.exception()
-    return future.result() if error is None else error
