@@ -37,7 +37,7 @@ class AgentLoop:
         async def begun() -> Any:
             if claim.acquire(blocking=False):
                 started.set()
-                return await value
+                return await resolved(value)
             return None
 
         future = asyncio.run_coroutine_threadsafe(begun(), self._running())
