@@ -113,8 +113,10 @@ def cancels(base_url, prompt, slow):
             writer.close()
 
     async def wait():
+        asking = asyncio.create_task(answer())
+        await asyncio.to_thread(slow.working.wait, 20)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(answer(), 0.3)
+            await asyncio.wait_for(asking, 0.05)
 
     asyncio.run(wait())
 
@@ -192,7 +194,8 @@ def leaves_a_thread(base_url, prompt, slow):
 async def leaves_a_task(base_url, prompt, slow):
     """The first of several: the others go on, with their connections."""
     waiting = asyncio.create_task(asyncio.to_thread(ask, base_url, prompt))
-    done, _ = await asyncio.wait([waiting], timeout=0.3)
+    await asyncio.to_thread(slow.working.wait, 20)
+    done, _ = await asyncio.wait([waiting], timeout=0.05)
     assert not done
 
 
