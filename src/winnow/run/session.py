@@ -247,8 +247,7 @@ class Session:
 
     def _evaluated(self, found: Evaluation) -> dict[str, float]:
         metrics = {f"eval/{name}": value for name, value in found.metrics.items()}
-        row = self._totals() | metrics
-        self._records.track(row)
+        self._records.track(row := self._totals() | metrics)
         self._callbacks.report(self._callbacks.state.log(row), self._notify)
         return metrics
 
