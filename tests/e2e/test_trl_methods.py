@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import sqlite3
@@ -321,3 +322,25 @@ def test_trl_counts_the_templates_end_of_turn_as_an_end(arguments: dict[str, Any
     trainer = WinnowGRPOTrainer(**arguments | own, engine="local")
     assert {0, 2} <= {*trainer.eos_token_ids}
     assert {0, 2} <= {*trainer.model.generation_config.eos_token_id}
+
+
+def test_a_resume_names_changed_code(arguments: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    helper = "def share(texts):\n    return [float(len(text.split()) % 2) for text in texts]\n"
+    (tmp_path / "mine.py").write_text(
+        "from helper import share\ndef mine(completions, **c): return share(completions)\n"
+    )
+    (tmp_path / "helper.py").write_text(helper)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = importlib.import_module("mine").mine
+    saving = settings(tmp_path / "out", save_strategy="steps", save_steps=2, max_steps=2)
+    WinnowGRPOTrainer(**arguments | {"reward_funcs": mine, "args": saving}).train()
+    (tmp_path / "helper.py").write_text(helper.replace("% 2", "% 3"))
+    more = settings(tmp_path / "out", save_strategy="steps", save_steps=2, max_steps=3)
+    again = arguments | {"reward_funcs": mine, "args": more}
+    words = "code of this run has changed since step 2: helper.py"
+    with pytest.raises(ConfigError, match=f"resume: strict, but {words};"):
+        WinnowGRPOTrainer(**again, resume="strict").train(resume_from_checkpoint=True)
+    with pytest.warns(UserWarning, match=words):
+        WinnowGRPOTrainer(**again).train(resume_from_checkpoint=True)
+    lines = (tmp_path / "out" / "winnow" / "warnings.jsonl").read_text().splitlines()
+    assert [json.loads(line)["warning"].startswith(words) for line in lines] == [True]

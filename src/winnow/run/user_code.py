@@ -25,10 +25,8 @@ from typing import Any
 from ..base.files import digest, sha256
 from ..config import ConfigError, RunConfig
 
-_ELSEWHERE = tuple(
-    os.path.join(os.path.realpath(str(path)), "")
-    for path in (*(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib")), Path(__file__).parent.parent)
-)
+_INSTALLED = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], str(Path(__file__).parent.parent))
+_ELSEWHERE = tuple(os.path.join(os.path.realpath(path), "") for path in _INSTALLED)
 MOST_PARTS = 64
 """Largest number of parts of an object or container that are looked at: a longer one holds data."""
 LONGEST_NAME = 1_000
