@@ -36,7 +36,7 @@ from .base.sections import ReuseConfig as ReuseConfig
 from .base.sections import SaveDtype as SaveDtype
 from .base.sections import SuccessConfig as SuccessConfig
 from .base.sections import success_section
-from .base.settings_yaml import load_yaml
+from .base.settings_yaml import load_yaml, read_yaml
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 GroupWeighting = Literal["equal", "size"]
@@ -362,21 +362,6 @@ def read_settings(
     keys = [o for o in overrides if path is None or not o.startswith("variant=")]
     for override in sorted(keys, key=lambda o: o.partition("=")[0].count(".")):
         apply_override(values, override)
-    return values
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file of `key: value` lines. Raises ConfigError naming the file and the line."""
-    try:
-        values = load_yaml(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected `key: value` lines, found {type(values).__name__}")
     return values
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from winnow.config import ConfigError, apply_override, load_config, method, read_settings, read_yaml, validate
+from winnow.base.settings_yaml import read_yaml
+from winnow.config import ConfigError, apply_override, load_config, method, read_settings, validate
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
 from winnow.run.catalogue import TABLES

@@ -11,7 +11,8 @@ import pytest
 
 from winnow import ConfigError, Trainer
 from winnow.base.paths import absolute_paths, missing_paths
-from winnow.config import METHODS, read_yaml
+from winnow.base.settings_yaml import read_yaml
+from winnow.config import METHODS
 from winnow.env.dataset import DatasetConfig
 from winnow.env.row_files import DataError
 

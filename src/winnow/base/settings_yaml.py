@@ -1,11 +1,14 @@
-"""YAML loader for settings: plain values only, no duplicate keys, bounded anchors."""
+"""YAML of settings: plain values only, no duplicate keys, bounded anchors."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from .errors import ConfigError
 
 MOST = 100_000
 """Most values a text may expand to, counting every repeat of an anchor."""
@@ -70,3 +73,18 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 def _error(problem: str, node: Any) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file of `key: value` lines. Raises ConfigError naming the file and the line."""
+    try:
+        values = load_yaml(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, found {type(values).__name__}")
+    return values

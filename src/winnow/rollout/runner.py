@@ -1,9 +1,9 @@
 """Run groups on an engine: apply gate rules, step environments, have finished groups scored.
 
-Every launched sibling returns in its group exactly once, with its tokens as sampled. A stopped or failed sibling stays
-in the group with `reward = None` and a fate. Groups return in launch order, each a fixed time after its last token by
-the engine's clock (at once when the engine is idle); slower rewards are waited for. So the rollouts that run together,
-and all rounding, do not depend on the speed of rewards. Answers of overlapping environments: `answers.py`.
+Every launched sibling returns in its group once, with its tokens as sampled; a stopped or failed one with a fate and
+`reward = None`. Groups return in launch order, each a fixed time after its last token by the engine's clock (at once
+when the engine is idle); slower rewards are waited for. Which rollouts run together, and so all rounding, does not
+depend on the speed of rewards. Answers of overlapping environments: `answers.py`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ..env.prompting import (
 from ..env.rewards.rewarder import Rewarder
 from ..env.workers.calls import shared_calls
 from ..methods.gate import NamedRule
-from ..types import Decision, Fate, Group, Job, Purpose, Turn
+from ..types import Fate, Group, Job, Purpose, Turn
 from .answers import OVERLAP, PATIENCE_S, Answers, Awaited
 from .gate_rules import ActiveRules
 from .history import append_or_restart, begin
 from .in_flight import Flight, Sibling, described, siblings_of
 from .options import RolloutOptions, check_drafts
-from .turn_request import turn_request
+from .turn_request import turn_length_of, turn_request
 
 
 class RolloutRunner:
@@ -57,9 +57,7 @@ class RolloutRunner:
         self.tokenizer = tokenizer
         self.rewarder = rewarder
         self.options = dict(options)
-        self._turn_length: int | None = getattr(task, "max_turn_length", None)
-        if self._turn_length is not None and not (isinstance(self._turn_length, int) and self._turn_length > 0):
-            raise ValueError(f"task {task.name}: max_turn_length must be at least 1 or None ({self._turn_length!r})")
+        self._turn_length = turn_length_of(task)
         check_drafts(self.options.values(), engine.provides)
         self._flights: dict[tuple[str, int], Flight] = {}
         self._answers = Answers()
@@ -151,8 +149,7 @@ class RolloutRunner:
 
     def _scores(self, *, wait: bool, timeout_s: float | None = None) -> bool:
         """Note the groups that have been scored; return whether there are any."""
-        scored = self.rewarder.done(wait, timeout_s)
-        for group in scored:
+        for group in (scored := self.rewarder.done(wait, timeout_s)):
             self._flights[group.purpose, group.visit.number].scored = True
         return bool(scored)
 
@@ -340,10 +337,8 @@ class RolloutRunner:
     def _use_up(self, flight: Flight, sibling: Sibling, limit: str, *, rewarded: bool = False) -> None:
         """End a rollout at a limit, with the reward that its environment gives it then, unless it has just given it."""
         ask = None if rewarded else getattr(sibling.env, "start_reward", None)
-        if ask is None:
+        if ask is None or not self._is_later(flight, sibling, ask(), limit=limit):
             self._end_episode(flight, sibling, limit)
-        else:
-            self._is_later(flight, sibling, ask(), limit=limit)
 
     def _end_episode(self, flight: Flight, sibling: Sibling, stop_reason: str) -> None:
         """End a rollout with the environment's last reward; without one reward functions decide, else it is 0."""
@@ -388,7 +383,8 @@ class RolloutRunner:
             if any(s.running and s.waiting_since is None for s in flight.gated):
                 return
             if (cut := self._rules.about_group(flight, k)) is not None:
-                self._cut(flight, cut)
+                self._cancel([(flight, s) for s in flight.siblings if s.rollout.greedy and s.running])
+                flight.cut(cut.verdict.reason)
                 break
             for sibling in flight.gated:
                 if sibling.running:
@@ -402,7 +398,3 @@ class RolloutRunner:
                 self.rewarder.start(flight.group, [s.environment for s in flight.siblings])
             else:
                 flight.scored = True
-
-    def _cut(self, flight: Flight, cut: Decision) -> None:
-        self._cancel([(flight, s) for s in flight.siblings if s.rollout.greedy and s.running])
-        flight.cut(cut.verdict.reason)

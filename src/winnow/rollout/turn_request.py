@@ -6,8 +6,17 @@ from dataclasses import replace
 
 from ..base.noise import noise_key
 from ..engine.base import Request
+from ..env.base import Task
 from .in_flight import Flight, Sibling
 from .options import STREAMS, RolloutOptions
+
+
+def turn_length_of(task: Task) -> int | None:
+    """Return the most tokens that a task allows in one turn. Raises ValueError on a useless number."""
+    length: int | None = getattr(task, "max_turn_length", None)
+    if length is not None and not (isinstance(length, int) and length > 0):
+        raise ValueError(f"task {task.name}: max_turn_length must be at least 1 or None ({length!r})")
+    return length
 
 
 def turn_request(

@@ -81,8 +81,7 @@ class Session:
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
         write_json(self.run_dir / CHARTS, method_charts(c), private=True)
         built.machine.say(self._console)
-        example = prompt_example(built.task, built.tokenizer)
-        if example is not None:
+        if (example := prompt_example(built.task, built.tokenizer)) is not None:
             self._show_prompt(example, again=state is not None)
         built.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)
         self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
