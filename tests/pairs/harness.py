@@ -115,6 +115,22 @@ def check(place: Place, settings: Settings, kill_after: int) -> Outcome:
     return outcome
 
 
+def check_sharing(place: Place, settings: Settings) -> Outcome:
+    """Run a composition whose rollouts share places, and again from its first checkpoint.
+
+    Answers arrive in any order then, so rounding may differ: the account must be clean, and bits are not compared.
+    """
+    config = place.config(settings)
+    Trainer(config=config, env=World(sharing=True)).train()
+    whole = Path(config["output_dir"])
+    outcome = examine(whole, config)
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(whole / "checkpoints" / f"step-{step:06d}")
+    Trainer.resume(whole, env=World(sharing=True)).train()
+    examine(whole, config)
+    return outcome
+
+
 def examine(run: Path, config: Settings) -> Outcome:
     """Raises AssertionError unless ledger, metrics and weights of a finished run are sound and agree."""
     assert_clean(run)

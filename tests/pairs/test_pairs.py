@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sqlite3
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +20,13 @@ import pytest
 
 from winnow import ConfigError, Trainer
 from winnow.methods.filter import FILTERS
+from winnow.rollout import answers, gate_rules
 from winnow.run.catalogue import TABLES
 
 from ..builders.runs import fingerprint
 from ..faults.harness import run as run_in_child
 from .compose import PROCESSES, Acceptance, Chosen, compose, covering, in_processes, make_place, pairs, tuples
-from .harness import STEPS, Outcome, Place, check, examine
+from .harness import STEPS, Outcome, Place, check, check_sharing, examine
 from .variants import OPTIONS, Settings, Variant, together, variants
 from .world import World
 
@@ -127,6 +129,21 @@ def test_compositions_of_everything(place: Place, totals: Counter[str]) -> None:
         fates += outcome.fates
         place.clear()
     assert not [fate for fate in MUST_ACT if not fates[fate]], fates
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_rollouts_that_share_places_and_run_out(
+    place: Place, totals: Counter[str], monkeypatch: pytest.MonkeyPatch, changes: Settings
+) -> None:
+    monkeypatch.setattr(answers, "PATIENCE_S", 0.1)
+    for module in (answers, gate_rules):
+        monkeypatch.setattr(module, "STUCK_S", 0.5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* no sibling came to environment step")
+        outcome = check_sharing(place, EVERYTHING | changes)
+    assert outcome.fates["trained"]
+    assert outcome.updates
+    count(totals, outcome)
 
 
 def test_what_only_watches_changes_nothing(place: Place) -> None:

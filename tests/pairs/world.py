@@ -9,7 +9,9 @@ are used up. The environment gives actions in normal form, progress and rewards,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -91,6 +93,8 @@ class WorldConfig:
 class World:
     on_step: Callable[[], None] | None = None
     """Called at every step of an environment: the middle of a rollout."""
+    sharing: bool = False
+    """Whether the rollouts of one prompt share two places, and are paid at a limit."""
     name: str = "world"
     train: Sequence[Prompt] = field(default_factory=lambda: _prompts(0, PROMPTS))
     test: Sequence[Prompt] = field(default_factory=lambda: _prompts(PROMPTS, PROMPTS + 2))
@@ -99,8 +103,10 @@ class World:
     max_turn_length: int = 4
     stop: tuple[str, ...] = STOPS
 
-    def make_env(self, prompt: Prompt) -> WorldEnv:
+    def make_env(self, prompt: Prompt) -> WorldEnv | Sharing:
         number = int(prompt.columns["number"])
+        if self.sharing and number == 2:
+            return Sharing(self, number)
         return TwoAgents(self, number) if number == 3 else WorldEnv(self, number)
 
     def fingerprint(self) -> str:
@@ -162,6 +168,54 @@ class TwoAgents(WorldEnv):
             request = NextMessages([asked], continues=0, whole=self.history, agent="a")
         rewards = {"a": found.reward, "b": 1.0 - found.reward if self.total % 3 else found.reward}
         return replace(found, observation=request, reward=rewards)
+
+
+class Sharing:
+    """An environment in other threads. All of them share two places; each keeps its own from reset to close."""
+
+    places = threading.Semaphore(2)
+
+    def __init__(self, world: World, number: int) -> None:
+        self._env = WorldEnv(world, number)
+        self._lock = threading.Lock()
+        self._holds = self._closed = False
+
+    def start_reset(self) -> Future[str | None]:
+        return _in_thread(self._reset)
+
+    def start_step(self, text: str) -> Future[StepResult]:
+        return _in_thread(lambda: replace(self._env.step(text), reward=None))
+
+    def start_reward(self) -> Future[float]:
+        return _in_thread(lambda: float(self._env.total % 2))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._holds:
+                self.places.release()
+
+    def _reset(self) -> str | None:
+        if not self.places.acquire(timeout=30):
+            raise TimeoutError("no place came free")
+        with self._lock:
+            self._holds = True
+            if self._closed:
+                self.places.release()
+        return self._env.reset()
+
+
+def _in_thread(function: Callable[[], Any]) -> Future[Any]:
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(function())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
 
 
 def _user(content: str) -> Message:
