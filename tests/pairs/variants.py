@@ -73,6 +73,7 @@ VALUES: dict[tuple[str, str], list[Settings]] = {
 """By field and name: further variants of a method. A literal or switch needs no entry, unless it needs others."""
 
 NEEDS: dict[str, Settings] = {
+    "group_size=sequential(unbiased:True)": REFILL,
     "rollout_batch=fixed": CARRY,
     "rollout_batch=fixed(surplus:discard)": REFILL,
     "rollout_batch=adaptive": CARRY,
