@@ -1,9 +1,10 @@
 """Kills and signals at random moments of randomly composed runs, by the hundred: `python -m tests.faults.soak LOG`.
 
 Each trial draws a composition of settings (those of the pair test), runs it undisturbed, then again under `FAULTS`
-faults: it is killed, signalled or killed at a failpoint, and resumed. At the end it must be the undisturbed run, bit by
-bit. Trials with sampler processes, which promise no bits, must end with a clean account, every step made and no token
-over the bound of lag. LOG has one JSON line a trial; trials that it has are not run again. Totals go to `--out`.
+faults: it is killed, signalled or killed at a failpoint, and resumed. At the end it must be the undisturbed run, bit
+by bit. Trials with sampler processes, or with rollouts that share places, promise no bits; they must end with a clean
+account, every step made and no token over the bound of lag. LOG has one JSON line a trial; trials that it has are not
+run again. Totals go to `--out`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 import psutil
 
 from winnow.base.processor import processor
+from winnow.rollout import answers
 from winnow.run.serve import PROCESS_NAME
 
 from ..builders.runs import assert_clean, fingerprint
@@ -41,6 +43,8 @@ from .harness import DEADLINE_S
 STEPS, FAULTS = 6, 8
 PROCESS_SHARE = 0.1
 """Share of trials with sampler processes, which take seconds to start."""
+SHARING_SHARE = 0.15
+"""Share of trials whose rollouts wait for each other."""
 ORPHAN_S = 5.0
 MARK = "WINNOW_SOAK_TRIAL"
 IDLE = ("ended before the fault", "failpoint not reached")
@@ -59,6 +63,7 @@ def child(config: Settings, environment: dict[str, str]) -> None:
 
     torch.set_num_threads(1)
     os.environ.update(environment)
+    answers.PATIENCE_S = 0.1
     tempfile.tempdir = None  # as the variable now says
     sys.stderr = open(Path(environment["TMPDIR"]).parent / "stderr", "a")  # noqa: SIM115  (lives as long as the process)
     run = Path(config["output_dir"])
@@ -75,6 +80,7 @@ class Trial:
     def __init__(self, number: int, settings: Settings, place: Place) -> None:
         self.rng = random.Random(f"soak {number}")
         self.processes = settings.get("sync") == "processes"
+        self.sharing = isinstance(settings["env"], dict)
         self.folder, self.number = place.folder / f"trial {number}", number
         # Two runs are compared, and each would measure how many threads are fastest here, and sum in another order.
         own = {"max_steps": STEPS, "save_steps": self.rng.randint(1, 3), "threads": 1}
@@ -100,15 +106,16 @@ class Trial:
         code = 0 if ended else self.launch(part).wait()
         assert code == 0, f"the last resume ended with {code}: {self.stderr()}"
         assert_clean(part)
-        if self.processes:
-            assert_bound(part, self.settings["max_lag"])
+        if self.processes or self.sharing:
+            assert_bound(part, self.settings.get("max_lag", 0))
         else:
             one, other = fingerprint(whole), fingerprint(part)
             assert one == other, f"differs in {[key for key in one if one[key] != other[key]]}"
         strange = {name for name in names(part) ^ names(whole) if not re.match(r"checkpoints/step-\d{6}(/|$)", name)}
         assert not strange, f"files that only one of the runs has: {strange}"  # an interrupt saves a checkpoint more
         self.wait_for_orphans()
-        return {"faults": dict(self.counts), "leftovers": len(self.leftovers()), "processes": self.processes}
+        kinds = {"processes": self.processes, "sharing": self.sharing}
+        return {"faults": dict(self.counts), "leftovers": len(self.leftovers()), **kinds}
 
     def strike(self, run: Path, hits: list[str]) -> int:
         """One fault, by a failpoint or at a random moment. Returns the exit code, which is one that it may lead to."""
@@ -258,7 +265,8 @@ def draws(accepts: Acceptance) -> Iterator[Settings]:
             if base is PROCESSES and (settings.keys() & base.keys() or "num_iterations" in settings):
                 continue
             if not accepts.refused(*chosen):
-                yield settings | base
+                sharing = {"env": {"name": base["env"], "sharing": True}} if rng.random() < SHARING_SHARE else {}
+                yield settings | base | sharing
                 break
 
 
@@ -293,8 +301,9 @@ def totals(log: Path) -> dict[str, Any]:
         "trials": len(lines),
         "faults": count(faults),
         "by kind": dict(faults.most_common()),
-        "compared bit by bit": sum(line.get("processes") is False for line in lines),
+        "compared bit by bit": sum(line.get("processes") is False and not line.get("sharing") for line in lines),
         "with sampler processes": sum(line.get("processes", False) for line in lines),
+        "with rollouts that share places": sum(line.get("sharing", False) for line in lines),
         "refused": sum("refused" in line for line in lines),
         "problems": [line for line in lines if "problem" in line],
         "temporary files left": sum(line.get("leftovers", 0) for line in lines),

@@ -85,8 +85,10 @@ def write_profile(file: Path) -> None:
 class WorldConfig:
     """The tiny task of the sweep over pairs of options."""
 
+    sharing: bool = False
+
     def build(self) -> World:
-        return World()
+        return World(sharing=self.sharing)
 
 
 @dataclass
