@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from winnow.env.base import OverlappingEnv
 from winnow.types import Prompt
 
 TEMPLATE = (
@@ -68,3 +69,10 @@ class OneTurn:
 
     def fingerprint(self):
         return "toy"
+
+
+def play(task, *texts, prompt=None):
+    """First observation and answers."""
+    env = task.make_env(prompt or task.train[0])
+    assert isinstance(env, OverlappingEnv)
+    return env.start_reset().result(10), [env.start_step(text).result(10) for text in texts]

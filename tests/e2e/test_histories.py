@@ -21,7 +21,7 @@ __all__ = ["example", "model"]  # fixtures
 def test_an_agent_without_compaction_runs_out_of_its_context(example: Any, model: Path, tmp_path: Path) -> None:
     example.train(model, example.whole, tmp_path / "run", max_steps=1)
     with sqlite3.connect(tmp_path / "run" / "ledger.sqlite") as db:
-        assert set(db.execute("SELECT stop_reason, reward FROM rollouts")) == {("length", 0.0)}
+        assert set(db.execute("SELECT stop_reason, reward FROM rollouts")) == {("context", 0.0)}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.parity import parity_reward
 from winnow import Trainer, TrainerCallback
 
 from ..builders.runs import metrics_of
-from .test_trackers import frames
+from ..builders.wandb_files import frames
 
 STEP = "train/global_step"
 

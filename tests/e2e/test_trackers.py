@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +17,9 @@ from winnow.record import trackers
 from winnow.record.trackers import TRACKERS, Trackers, check_trackers
 
 from ..builders.runs import metrics_of
+from ..builders.wandb_files import frames
 
 NAMES = list(TRACKERS)
-
-
-def frames(file: Path) -> Iterator[bytes]:
-    """Records of a file of W&B's: a LevelDB log of blocks of 32 KiB, behind a header of 7 bytes."""
-    data, at, parts = file.read_bytes(), 7, []
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        parts.append(data[at + 7 : at + 7 + length])
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield b"".join(parts)
-            parts = []
 
 
 def of_wandb(run: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any]]:

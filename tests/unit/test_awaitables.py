@@ -16,13 +16,12 @@ from winnow.env.tools import ToolUnavailableError, with_tools
 from winnow.env.workers.remote import EnvPool
 from winnow.tasks.agents import with_agent
 
+from ..builders.asking import ask
 from ..builders.rewards import group, scored
 from ..builders.tool_calls import call
 from ..builders.tool_rollouts import roll
-from ..builders.tools import OneTurn, add, make_tokenizer
+from ..builders.tools import OneTurn, add, make_tokenizer, play
 from ..builders.toy_rollouts import ToyTask, policy, run  # noqa: F401
-from .test_agents import ask
-from .test_tools import play
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # a coroutine that was never awaited
 

@@ -21,12 +21,12 @@ from winnow.env.tools import with_tools
 from winnow.tasks.agents import with_agent
 from winnow.types import Turn
 
+from ..builders.asking import ask
 from ..builders.rewards import group, scored
 from ..builders.tool_calls import call
 from ..builders.tool_rollouts import roll
 from ..builders.tools import OneTurn, add, make_tokenizer
 from ..builders.toy_rollouts import ToyTask, policy, run  # noqa: F401
-from .test_agents import ask
 
 LONG = [{"n": [i]} for i in range(AT_ONCE + 1)]
 WIDE = {str(i): [i] for i in range(AT_ONCE + 1)}

@@ -11,8 +11,7 @@ from winnow.env.tools import with_tools
 
 from ..builders.tool_calls import call
 from ..builders.tool_rollouts import roll
-from ..builders.tools import OneTurn, add, tokenizer  # noqa: F401
-from .test_tools import play
+from ..builders.tools import OneTurn, add, play, tokenizer  # noqa: F401
 
 
 def leave(code: str) -> str:
@@ -59,9 +58,9 @@ LOOP.append(LOOP)
         (("add", '{"a": 1, "b": 2}'), "must be a mapping, not str"),
         (("add", [1, 2]), "must be a mapping, not list"),
         (("add", 3), "must be a mapping, not int"),
-        (("add", {1: 2, "a": 3}), "keywords must be strings"),
-        (("add", {"a": {1, 2}, "b": 3}), "unsupported operand"),
-        (("add", {"a": LOOP}), "missing 1 required positional argument: 'b'"),
+        (("add", {1: 2, "a": 3}), "unexpected keyword argument '1'"),
+        (("add", {"a": {1, 2}, "b": 3}), "can only concatenate str"),
+        (("add", {"a": LOOP}), "must be a mapping, not str"),
         (("add", {"self": 1}), "unexpected keyword argument 'self'"),
         (("add", None), "missing 2 required positional arguments"),
         (("subtract", {}), "Tool subtract not found."),
@@ -117,7 +116,7 @@ def split(text: str, how: str) -> list:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [("a b", "['a', 'b']"), ("", "['']"), ("\ud800", r"['\ud800']"), ("a\0b", r"['a\x00b']")]
+    ("text", "shown"), [("a b", "['a', 'b']"), ("", "['']"), ("\ud800", "['?']"), ("a\0b", r"['a\x00b']")]
 )
 def test_lists_of_texts_are_text(tokenizer, text, shown):
     script = [[call("split", text=text, how=" "), "Done."]]

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from winnow import ConfigError
-from winnow.env.base import OverlappingEnv, StepResult, Task
+from winnow.env.base import StepResult, Task
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.tools import ToolUnavailableError, parse_tool_calls, parser_of, with_tools
 from winnow.run.preflight import check_rewards
 from winnow.types import Prompt
 
 from ..builders.tool_calls import Counter, call, fail
-from ..builders.tools import OneTurn, add, make_tokenizer
+from ..builders.tools import OneTurn, add, make_tokenizer, play
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,6 @@ class Silent:
     async def knock(self) -> str:
         """Knocks."""
         return "who is there?"
-
-
-def play(task, *texts, prompt=None):
-    """First observation and answers."""
-    env = task.make_env(prompt or task.train[0])
-    assert isinstance(env, OverlappingEnv)
-    return env.start_reset().result(10), [env.start_step(text).result(10) for text in texts]
 
 
 # ---------------------------------------------------------------- calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -16,6 +17,21 @@ from .chat import is_begun, joined, rendered, template_variables
 from .prompt_columns import TOOLS, VALUES, tool_names
 
 _QUESTION: Message = {"role": "user", "content": "?"}
+
+
+@dataclass(frozen=True)
+class TurnSettings:
+    """What a request decides about its answer."""
+
+    key: int | None = None
+    """64 bits that identify an agent's request in its rollout, whenever it arrives; None: its turn does."""
+    max_tokens: int | None = None
+    """Most tokens of the answer, if a request limits it."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer, in addition to the run's."""
+
+
+ANY_TURN = TurnSettings()
 
 
 class NextMessages(str):
@@ -32,12 +48,7 @@ class NextMessages(str):
     """All messages of an agent's request, those before included; empty if unknown."""
     agent: str
     """Agent that asks, in a rollout of several."""
-    key: int | None
-    """64 bits that identify an agent's request in its rollout, whenever it arrives; None: its turn does."""
-    max_tokens: int | None
-    """Most tokens of the answer, if a request limits it."""
-    stop: tuple[str, ...]
-    """Strings that end the answer, in addition to the run's."""
+    settings: TurnSettings
 
     def __new__(
         cls,
@@ -46,19 +57,15 @@ class NextMessages(str):
         continues: int | None = -1,
         whole: Sequence[Message] = (),
         agent: str = "",
-        key: int | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
+        settings: TurnSettings = ANY_TURN,
     ) -> NextMessages:
         text = super().__new__(cls, "\n".join(str(m["content"]) for m in messages))
         text.messages, text.tools = tuple(messages), tuple(tools)
-        text.continues, text.whole, text.agent, text.key = continues, tuple(whole), agent, key
-        text.max_tokens, text.stop = max_tokens, tuple(stop)
+        text.continues, text.whole, text.agent, text.settings = continues, tuple(whole), agent, settings
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        history = self.messages, self.tools, self.continues, self.whole
-        return NextMessages, (*history, self.agent, self.key, self.max_tokens, self.stop)
+        return NextMessages, (self.messages, self.tools, self.continues, self.whole, self.agent, self.settings)
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ def message_of(text: str, parse: Parser) -> Message | None:
     elif parse is parse_tool_calls:
         for inner in _between(text, _OPEN, _CLOSE):
             content = content.replace(f"{_OPEN}{inner}{_CLOSE}", "", 1)
-    functions = [{"name": _plain(str(name)), "arguments": _plain(arguments)} for name, arguments in calls]
+    functions = [{"name": _plain(name), "arguments": _plain(arguments)} for name, arguments in calls]
     tool_calls = [{"type": "function", "function": function} for function in functions]
     return {"role": "assistant", "content": content.strip(), "tool_calls": tool_calls}
 
@@ -123,7 +123,7 @@ def message_of(text: str, parse: Parser) -> Message | None:
 def _calls_in(text: str, parse: Parser) -> list[Call]:
     """Return the calls that a parser finds; none where it breaks on the policy's text."""
     try:
-        return [_checked({"name": name, "arguments": arguments}) for name, arguments in parse(text) or ()]
+        return [(str(name), {} if arguments is None else arguments) for name, arguments in parse(text) or ()]
     except NOT_THE_MODELS_FAULT:
         raise
     except Exception as error:
@@ -141,9 +141,13 @@ def _plain(value: Any) -> Any:
     try:
         json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
         return value
-    except (TypeError, ValueError):  # a set, keys of several types, half a surrogate pair
+    except (TypeError, ValueError, RecursionError):  # a set, keys of several types, half a surrogate pair, a cycle
+        pass
+    try:
         text = json.dumps(value, default=str, skipkeys=True, ensure_ascii=False)
-        return json.loads(text.encode(errors="replace"))
+    except (ValueError, RecursionError):
+        text = json.dumps(repr(value), ensure_ascii=False)
+    return json.loads(text.encode(errors="replace"))
 
 
 def _checked(call: Any) -> Call:

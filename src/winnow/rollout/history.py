@@ -21,8 +21,7 @@ from .in_flight import Sibling
 def begin(sibling: Sibling, prompt: Prompt, observation: str | None) -> None:
     """Remember the messages of a first prompt, to render them again with later turns."""
     if isinstance(observation, NextMessages):
-        sibling.rollout.agent, sibling.request_key = observation.agent, observation.key
-        sibling.max_tokens, sibling.stop = observation.max_tokens, observation.stop
+        sibling.rollout.agent, sibling.settings = observation.agent, observation.settings
     elif prompt.messages is not None:
         messages = first_messages(prompt, observation)
         if len(messages) > 1 and is_begun(messages):
@@ -36,8 +35,7 @@ def append_or_restart(tokenizer: Any, prompt: Prompt, sibling: Sibling, observat
     `template`: let the chat template render all messages. Raises PromptError when the template refuses them.
     """
     request = observation if isinstance(observation, NextMessages) else NextMessages((), agent=sibling.current_agent)
-    sibling.request_key = request.key
-    sibling.max_tokens, sibling.stop = request.max_tokens, request.stop
+    sibling.settings = request.settings
     same_agent = request.agent == sibling.current_agent
     if request.continues is None or (template and request.whole):
         following = encode_prompt(tokenizer, with_messages(prompt, request.whole, request.tools))

@@ -16,7 +16,7 @@ import numpy as np
 from ..base.redact import redact
 from ..engine.base import Finished
 from ..env.base import Env, OverlappingEnv
-from ..env.prompting import PromptError
+from ..env.prompting import ANY_TURN, PromptError, TurnSettings
 from ..env.rewards.scores import MAX_REWARD
 from ..env.workers.calls import shared_calls
 from ..env.workers.functions import describe_error
@@ -51,14 +51,10 @@ class Sibling:
     said: list[tuple[int, ...]] = field(default_factory=list)
     """Tokens of each turn."""
     length: int = 0
-    max_tokens: int | None = None
-    """Most tokens of the next turn, where an agent's request limits it."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the next turn, in addition to the run's."""
+    settings: TurnSettings = ANY_TURN
+    """Of its next turn."""
     reward: float | None = None
     """Last reward from the environment."""
-    request_key: int | None = None
-    """Key of the request that its next turn answers (`NextMessages.key`); None: the number of the turn."""
     waiting_since: float | None = None
     """Time of arrival at the barrier of an environment-step gate, where it holds no engine slot, or None."""
 

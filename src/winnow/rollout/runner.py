@@ -136,7 +136,9 @@ class RolloutRunner:
         return more and "keep_kv" in self.engine.provides
 
     def _stop(self, flight: Flight, sibling: Sibling) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.options[flight.job.purpose].params.stop, *self.task.stop, *sibling.stop)))
+        return tuple(
+            dict.fromkeys((*self.options[flight.job.purpose].params.stop, *self.task.stop, *sibling.settings.stop))
+        )
 
     def poll(self) -> list[Group]:
         """Run one engine step; return the finished and scored groups, in launch order."""

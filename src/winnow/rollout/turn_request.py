@@ -34,13 +34,13 @@ def turn_request(
     Its noise is keyed by the rollout and the number of the turn, or by what an agent asks, whenever that arrives.
     """
     visit, rollout, purpose = flight.visit, sibling.rollout, flight.job.purpose
-    turn = len(rollout.turns) if sibling.request_key is None else sibling.request_key
+    turn = len(rollout.turns) if sibling.settings.key is None else sibling.settings.key
     key = noise_key(options.seed, STREAMS[purpose], visit.prompt.ordinal, visit.epoch, rollout.sibling, turn)
     context = sibling.context()
     left = options.params.max_tokens - sibling.length
     if options.context_length is not None:
         left = min(left, options.context_length - len(context))
-    length = min(limit for limit in (left, turn_length, sibling.max_tokens) if limit is not None)
+    length = min(limit for limit in (left, turn_length, sibling.settings.max_tokens) if limit is not None)
     params = replace(options.params, max_tokens=length, stop=stop)
     if rollout.greedy:
         params = replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)

@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Any
 
 from ...env.base import StepResult
-from ...env.prompting import NextMessages
+from ...env.prompting import NextMessages, TurnSettings
 from ...env.tools import Parser, action_of
 from ...env.workers.calls import Deadlines, Owed
 from ...env.workers.functions import describe_error, function_name
@@ -185,8 +185,8 @@ class AgentEnv:
         self._segments.append(request)
         again = sum(map(request.like, self._requests[: self._requests.index(request)]))
         key = request_key(request.messages, request.tools, request.agent, again)
-        asked = request.messages, request.agent, key, request.max_tokens, request.stop
-        return NextMessages(added, request.tools, continues, *asked)
+        settings = TurnSettings(key, request.max_tokens, tuple(request.stop))
+        return NextMessages(added, request.tools, continues, request.messages, request.agent, settings)
 
     # ------------------------------------------------------------ the policy's side
 
