@@ -18,7 +18,7 @@ from winnow.env.tools import with_tools
 from winnow.rollout import answers, gate_rules
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
-from winnow.tasks.agents import with_agent
+from winnow.tasks.agents import event_loop, with_agent
 from winnow.types import EnvStep, Job, Verdict, Visit
 
 from ..builders.asking import ask, user
@@ -137,6 +137,22 @@ def test_async_agents_that_block_get_a_loop_each(tokenizer):
     with pytest.warns(UserWarning, match=r"blocks its event loop .*AsyncOpenAI"):
         rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent, timeout_s=TIMEOUT_S), SCRIPT)
     assert [r.reward for r in rollouts] == REWARDS
+
+
+def test_async_agents_that_start_slowly_share_their_loop(monkeypatch):
+    monkeypatch.setattr(event_loop, "BLOCKED_S", 0.3)
+    places = asyncio.Semaphore(1)
+
+    async def agent():
+        time.sleep(0.06)  # as building a client takes
+        async with places:
+            await asyncio.sleep(0.01)
+        return asyncio.get_running_loop()
+
+    loop = event_loop.AgentLoop("agent")
+    with ThreadPoolExecutor(12) as threads:
+        loops = [future.result() for future in [threads.submit(lambda: loop.run(agent())) for _ in range(12)]]
+    assert len(set(loops)) == 1
 
 
 def test_environments_of_tools_share_a_pool(tokenizer):

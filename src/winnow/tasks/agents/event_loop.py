@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Awaitable
@@ -12,14 +13,17 @@ from typing import Any
 from ...env.workers.functions import resolved
 
 BLOCKED_S = 1.0
-"""Seconds without a free event loop after which an agent gets a loop of its own."""
+"""Seconds in which no agent starts on the shared loop, after which those that wait for it get a loop each."""
+LONGEST_S = 60.0
+"""Seconds after which an agent gets a loop of its own although others start meanwhile."""
 
 
 class AgentLoop:
     """Runs coroutines of agents, each awaited by the agent's own thread.
 
-    An agent that blocks the loop, e.g. with a synchronous client, would run alone. Agents that cannot start within
-    `BLOCKED_S` therefore get a loop each, with a warning; what they share must then not belong to a loop.
+    An agent that blocks the loop, e.g. with a synchronous client, would run alone. When no agent can start for
+    `BLOCKED_S`, those that wait therefore get a loop each, with a warning; what they share must then not belong to a
+    loop. Many agents that start slowly, each with a client to build, are no block.
     """
 
     def __init__(self, label: str) -> None:
@@ -27,6 +31,7 @@ class AgentLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._blocked = False
+        self._latest_start = 0.0
 
     def run(self, value: Awaitable[Any]) -> Any:
         """Return the result of an awaitable. Raises its error."""
@@ -36,15 +41,27 @@ class AgentLoop:
 
         async def begun() -> Any:
             if claim.acquire(blocking=False):
+                self._latest_start = time.monotonic()
                 started.set()
                 return await resolved(value)
             return None
 
         future = asyncio.run_coroutine_threadsafe(begun(), self._running())
-        if not started.wait(BLOCKED_S) and claim.acquire(blocking=False):
+        if not self._starts(started) and claim.acquire(blocking=False):
             self._give_up()
             return asyncio.run(resolved(value))
         return future.result()
+
+    def _starts(self, started: threading.Event) -> bool:
+        """Wait for an agent's start; return False when the loop is blocked."""
+        began = time.monotonic()
+        left = BLOCKED_S
+        while not started.wait(left):
+            now = time.monotonic()
+            left = BLOCKED_S - (now - max(began, self._latest_start))
+            if left <= 0 or now - began > LONGEST_S:
+                return False
+        return True
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
