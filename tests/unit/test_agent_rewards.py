@@ -126,6 +126,20 @@ def test_an_agent_that_a_limit_refused_has_asked(tokenizer):
     assert rollout.agent_rewards == {"proposer": 1.0, "solver": 0.0}
 
 
+@pytest.mark.parametrize("typo", [False, True])
+def test_an_agent_whose_turn_a_limit_prevented_may_have_a_reward(tokenizer, typo):
+    def agent(base_url, prompt):
+        asked = [user("Ask.")]
+        with contextlib.suppress(urllib.error.HTTPError):
+            asked += [{"role": "assistant", "content": text_of(ask(base_url, asked, model="policy/proposer"))}]
+            ask(base_url, [*asked, user("Again.")], model="policy/proposer")
+        return {"propser" if typo else "proposer": 0.25, "solver": 0.0}
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, max_turns=1), [["q"]])
+    assert (rollout.stop_reason, rollout.fate) == (("failed", Fate.FAILED) if typo else ("turns", None))
+    assert rollout.agent_rewards == ({} if typo else {"proposer": 0.25, "solver": 0.0})
+
+
 def test_what_an_agent_without_a_reward_sampled_is_not_trained(tokenizer):
     """Nor booked as trained, next to one that has a reward; and that is reported."""
 

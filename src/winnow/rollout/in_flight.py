@@ -135,17 +135,19 @@ class Sibling:
     def _unknown_agents(self, stop_reason: str) -> str:
         """Return the agents that have a reward and did not ask, with those that did; empty if there are none.
 
-        Where a limit ended the rollout, an environment may reward agents whose turn did not come.
+        Where a limit ended the rollout, agents whose turn did not come may have one, too: an environment's, or those
+        next to all that asked.
         """
         asked = getattr(self.env, "agents", None)
         if asked is None and stop_reason not in LIMITS:
             asked = {segment.agent for segment in self.rollout.segments}
         unknown = [] if asked is None else [name for name in self.rollout.agent_rewards if name not in asked]
-        if not unknown:
+        if not unknown or (stop_reason in LIMITS and asked and asked <= self.rollout.agent_rewards.keys()):
             return ""
         return (
             f"{named(unknown)}: these keys are no agents of this rollout (asked as {named(sorted(asked or ()))}); use "
-            "the names that requests have in `model` (policy/NAME), or return one number"
+            "the names that requests have in `model` (policy/NAME), leave out agents that did not ask, or return one "
+            "number"
         )
 
     def end_episode(self, stop_reason: str, *, judged: bool) -> Rollout:
