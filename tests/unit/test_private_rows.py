@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import heapq
 import json
 import operator
 import pickle
@@ -126,6 +127,17 @@ def test_what_a_receiver_puts_into_a_long_list_stays_the_object_it_put_there():
     assert copied[-1] is mine
     copied[0]["n"].append(2)
     assert copied[0] == {"n": [0, 2]}
+
+
+def test_what_c_code_changes_in_a_long_list_stays_changed():
+    """The functions of `heapq` call no method of the list."""
+    values = list(range(AT_ONCE + 1, 0, -1))
+    heap = private(values)
+    heapq.heapify(heap)
+    heapq.heappush(heap, 0)
+    assert heap[0] == 0
+    assert len(heap) == AT_ONCE + 2
+    assert values[0] == AT_ONCE + 1
 
 
 def test_arrays_are_copied_or_read_only():

@@ -99,9 +99,10 @@ class LazyList(list[Any]):
         self.source: list[Any] | None = values
 
     def own(self) -> None:
+        """Copy what it holds now: C code such as `heapq` may have changed it without a method call."""
         with _copying:
             if self.source is not None:
-                super().__setitem__(slice(None), _whole(self.source))
+                super().__setitem__(slice(None), _whole(super().__getitem__(slice(None))))
                 self.source = None
 
     def __radd__(self, other: list[Any]) -> list[Any]:
@@ -123,7 +124,7 @@ class LazyDict(dict[Any, Any]):
     def own(self) -> None:
         with _copying:
             if self.source is not None:
-                super().update(_whole(self.source))
+                super().update(_whole(dict(zip(super().keys(), super().values(), strict=True))))
                 self.source = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
