@@ -9,6 +9,8 @@ import os
 import threading
 import time
 import warnings
+from collections import UserDict
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,7 +19,7 @@ from winnow.env.tools import with_tools
 from winnow.methods.group_kind import GroupJudge
 from winnow.record.step_metrics import Tally
 from winnow.sampler.codec import group_from, group_state
-from winnow.tasks.agents import with_agent
+from winnow.tasks.agents import endpoint, with_agent
 from winnow.types import Fate
 
 from ..builders.agent_requests import Slow, start_request
@@ -504,3 +506,21 @@ def test_a_route_that_is_not_served_is_named(tokenizer):
     said = []
     roll(tokenizer, with_agent(OneTurn(), agent), [["a"]])
     assert said == [(404, "no such address (/v1/responses); there is only /v1/chat/completions")]
+
+
+def test_a_variable_that_vanishes_meanwhile_fails_no_request(tokenizer, monkeypatch):
+    """Agents in other threads may remove what one of them has just listed."""
+
+    class Vanishing(UserDict):
+        def __getitem__(self, name):
+            raise KeyError(name)
+
+        def get(self, name, default=None):
+            return default
+
+    def agent(base_url, prompt):
+        return float(ask(base_url, prompt)["content"] == "yes")
+
+    monkeypatch.setattr(endpoint, "os", SimpleNamespace(environ=Vanishing(A_BASE_URL="http://127.0.0.1")))
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["yes"]])
+    assert (rollout.fate, rollout.reward) == (None, 1.0)

@@ -139,7 +139,8 @@ class Endpoint(ThreadingHTTPServer):
     def shared_address(self) -> str:
         """Return the environment variable with an address of this server, which all rollouts see; else empty text."""
         own = f"http://127.0.0.1:{self.server_address[1]}/"
-        return next((name for name, value in sorted(os.environ.items()) if value.startswith(own)), "")
+        # `get`: agents in other threads may remove a variable meanwhile
+        return next((name for name in sorted(os.environ) if os.environ.get(name, "").startswith(own)), "")
 
     def unasked(self, base_url: str) -> str:
         """Return what to do where an agent has sent no request to its address; else empty text."""
