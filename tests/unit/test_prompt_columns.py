@@ -106,9 +106,7 @@ def test_a_template_that_only_counts_tools_is_refused():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "hi", "tools": [WEATHER]}, "column 'tools' is for a chat template, and this prompt is plain text"),
         ({"prompt": "hi", "chat_template_kwargs": {"a": 1}}, "column 'chat_template_kwargs' is for a chat template"),
-        ({"prompt": ASKED, "tools": ["weather"]}, "'tools' is text but not JSON"),
         ({"prompt": ASKED, "tools": [shown]}, "'tools' must be a list of JSON schemas of functions, found"),
         ({"prompt": ASKED, "tools": {"weather": 1}}, "'tools' must be a list of JSON schemas of functions, found"),
         ({"prompt": ASKED, "chat_template_kwargs": [1]}, "'chat_template_kwargs' must be an object of template"),
@@ -118,6 +116,21 @@ def test_a_template_that_only_counts_tools_is_refused():
 def test_other_values_are_refused_with_their_row(row, message):
     with pytest.raises(DataError, match=f"train_dataset, row 1: .*{message}"):
         build_rows([row])
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "hi", "tools": [WEATHER]}, {"prompt": "hi", "tools": "x"}, {"prompt": ASKED, "tools": ["look"]}]
+)
+def test_tools_that_no_template_can_show_are_a_column(row):
+    """An agent or a reward function may read them; else they would be left out."""
+    task = build_rows([row])
+    assert not task.train[0].template_values
+    assert task.beside.keys() == {"tools"}
+    agents = with_agent(task, lambda prompt, tools: float(tools == row["tools"]))
+    check_rewards(agents, agents.train[0], Rewarder([]))
+    with pytest.raises(ConfigError, match="the model would not be given column 'tools'"):
+        check_rewards(task, task.train[0], Rewarder([lambda completions: [1.0]]))
+    check_rewards(task, task.train[0], Rewarder([lambda completions, tools: [1.0]]))
 
 
 @pytest.mark.parametrize("columns", [{"tools": None}, {"tools": []}, {"tools": ""}, {"chat_template_kwargs": {}}])

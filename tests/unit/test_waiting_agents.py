@@ -15,6 +15,7 @@ from winnow.engine import SamplingParams
 from winnow.env.base import StepResult
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.tools import with_tools
+from winnow.env.workers import calls
 from winnow.rollout import answers, gate_rules
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
@@ -155,7 +156,8 @@ def test_async_agents_that_start_slowly_share_their_loop(monkeypatch):
     assert len(set(loops)) == 1
 
 
-def test_environments_of_tools_share_a_pool(tokenizer):
+def test_environments_of_tools_share_a_pool(tokenizer, monkeypatch):
+    monkeypatch.setattr(calls, "OVERLAP_S", 0.5)
     places = threading.Semaphore(2)
 
     class Environment:
@@ -182,7 +184,23 @@ def test_environments_of_tools_share_a_pool(tokenizer):
     assert [(r.reason, r.reward) for r in rollouts] == [("", 1.0)] * 12
 
 
-def test_a_tool_that_waits_does_not_hold_up_the_others(tokenizer):
+def test_objects_of_a_thread_are_no_mistake_of_the_policy(tokenizer):
+    connections = []
+    opener = threading.Thread(target=lambda: connections.append(sqlite3.connect(":memory:")))
+    opener.start()
+    opener.join()
+
+    def count() -> int:
+        """Counts."""
+        return connections[0].execute("SELECT 1").fetchone()[0]
+
+    (rollout,), _ = roll(tokenizer, with_tools(OneTurn(), [count]), [[call("count"), "1"]], [lambda completions: [1.0]])
+    assert rollout.reward is None
+    assert "check_same_thread=False" in rollout.reason
+
+
+def test_a_tool_that_waits_does_not_hold_up_the_others(tokenizer, monkeypatch):
+    monkeypatch.setattr(calls, "OVERLAP_S", 0.5)
     ready = threading.Event()
 
     def sum_later(a: int, b: int) -> int:

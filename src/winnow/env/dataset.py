@@ -145,7 +145,8 @@ class DatasetTask(OneTurn):
                 answered.append(row.where)
             refuse_pictures(row, config.prompt_column)
             values = template_values(row, config.prompt_column, in_chat=messages is not None)
-            for column in beside(row, config.prompt_column, READ.get(config.preset or "", ())):
+            known = READ.get(config.preset or "", ())
+            for column in beside(row, config.prompt_column, known, in_chat=messages is not None):
                 self.beside.setdefault(column, row.where)
             if reserved := set(STANDARD).intersection(row.values):
                 raise DataError(

@@ -39,12 +39,13 @@ def refuse_pictures(row: Row, prompt_column: str, columns: Sequence[str] = PICTU
 def template_values(row: Row, prompt_column: str, *, in_chat: bool) -> dict[str, Any]:
     """Return what a row gives to the chat template: `tools`, and the values of `chat_template_kwargs`.
 
-    Both may be written as JSON. `in_chat`: the prompt is a list of messages. Raises DataError naming the column.
+    Both may be written as JSON. `in_chat`: the prompt is a list of messages. `tools` that are names, or stand in a row
+    of plain text, are a column (see `beside`). Raises DataError naming the column.
     """
     found: dict[str, Any] = {}
     for column, read in ((VALUES, _values), (TOOLS, _schemas)):
         given = row.values.get(column)
-        if column == prompt_column or is_empty(given):
+        if column == prompt_column or is_empty(given) or (column == TOOLS and _only_named(given, in_chat)):
             continue
         where = f"{row.where}: column '{column}'"
         values = read(_from_json(given, where), where)
@@ -55,6 +56,12 @@ def template_values(row: Row, prompt_column: str, *, in_chat: bool) -> dict[str,
             )
         found |= values
     return found
+
+
+def _only_named(tools: Any, in_chat: bool) -> bool:
+    """Return whether `tools` are for an agent or a reward function: names, or anything where no template is used."""
+    names = isinstance(tools, list | tuple) and all(isinstance(each, str) and each.isidentifier() for each in tools)
+    return names or not in_chat
 
 
 def _from_json(value: Any, where: str) -> Any:
@@ -100,7 +107,9 @@ def _without_none(value: Any) -> Any:
     return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def beside(row: Row, prompt_column: str, known: Sequence[str] = ()) -> list[str]:
+def beside(row: Row, prompt_column: str, known: Sequence[str] = (), *, in_chat: bool = False) -> list[str]:
     """Return the columns of `BESIDE`, other than those `known`, in which this row has something."""
     names = [name for name in BESIDE if name != prompt_column and name not in known]
-    return [name for name in names if not is_empty(row.values.get(name))]
+    found = [name for name in names if not is_empty(row.values.get(name))]
+    tools = row.values.get(TOOLS)
+    return found + [TOOLS] * (prompt_column != TOOLS and not is_empty(tools) and _only_named(tools, in_chat))

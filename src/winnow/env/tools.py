@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sqlite3
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -365,6 +366,8 @@ class ToolEnv:
         except SystemExit as error:  # argparse refuses its arguments like this
             return str({"error": f"raised SystemExit: {error}"})
         except Exception as error:
+            if isinstance(error, sqlite3.ProgrammingError) and "same thread" in str(error):
+                raise ToolUnavailableError(f"{error}; open it with check_same_thread=False") from error
             return str({"error": str(error)})
 
     def _reward(self) -> float | None:

@@ -13,6 +13,7 @@ import math
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from functools import cache, partial
@@ -24,9 +25,13 @@ MAX_ABANDONED = 16
 """Most abandoned calls; beyond that, further calls fail at once."""
 GRACE_S = 1.0
 """Seconds after its deadline that a coroutine may take to be cancelled before its loop is abandoned."""
-OVERLAP_S = 1.0
+OVERLAP_S = 10.0
 """Seconds after which a call that may wait for another one's effect no longer holds up those behind it; while one does,
 `POLL_S` for the next."""
+OVERLAPS = (
+    f"a tool or environment takes over {OVERLAP_S:g} s, so the others run in other threads meanwhile. Objects that "
+    "belong to a thread fail there: open sqlite3 connections with check_same_thread=False"
+)
 ASYNC_TIMEOUT_S = 600.0
 """Seconds that an async method of a plain `Env` may take."""
 POLL_S = 0.05
@@ -181,6 +186,8 @@ class Deadlines:
         self._overtaken = [lane for lane in self._overtaken if lane.current is not None]
         patience = POLL_S if self._overtaken else OVERLAP_S
         if self._overlapping and self._lane.busy_since() < time.monotonic() - patience:
+            if not self._overtaken:
+                warnings.warn(OVERLAPS, stacklevel=2)
             self._overtaken.append(self._lane)
             self._next_lane()
         blocked = False
