@@ -45,10 +45,10 @@ def stored(folder: Path, run_id: str) -> tuple[list[dict[str, Any]], dict[str, s
     """Rows of a finished W&B run, its step metric of each metric, its configuration and exit code."""
     from wandb.proto import wandb_internal_pb2 as pb
 
-    files = sorted(folder.rglob(f"run-{run_id}.wandb"))
-    for _ in range(600):  # W&B's process may write after `finish` has returned
+    for _ in range(600):  # W&B's process may create and write the file after `finish` has returned
+        files = sorted(folder.rglob(f"run-{run_id}.wandb"))
         whole = [[pb.Record.FromString(frame) for frame in frames(file)] for file in files]
-        if all(any(record.HasField("exit") for record in records) for records in whole):
+        if whole and all(any(record.HasField("exit") for record in records) for records in whole):
             break
         time.sleep(0.1)
     rows: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ def logs_of(run: Path) -> list[tuple[int, float]]:
 
 def test_wandb(config: dict[str, Any], tmp_path: Path, wandb: Any) -> None:
     """Also with more rows of the user's than steps, a failure, a resume, and logs within a run of Winnow's own."""
-    mine = wandb.init(project="mine", config={"learning_rate": 7, "note": "sweep"})
+    mine = wandb.init(project="mine", dir=str(tmp_path), config={"learning_rate": 7, "note": "sweep"})
     for i in range(5):
         wandb.log({"before": i})
     run = Path(config["output_dir"])
@@ -105,7 +105,7 @@ def test_a_resume_continues_the_users_wandb_run(
     config: dict[str, Any], tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its project, though nobody has opened it this time; then it is Winnow's to finish."""
-    mine = wandb.init(project="mine")
+    mine = wandb.init(project="mine", dir=str(tmp_path))
     with Trainer(config=config | {"report_to": ["wandb"]}, reward_funcs=parity_reward) as trainer:
         trainer.step()
     wandb.finish()
@@ -144,7 +144,7 @@ def test_wandb_runs_of_two_trainers_stay_apart(config: dict[str, Any], tmp_path:
 
 
 def test_an_evaluation_is_logged(config: dict[str, Any], tmp_path: Path, wandb: Any) -> None:
-    mine = wandb.init(project="mine")
+    mine = wandb.init(project="mine", dir=str(tmp_path))
     config |= {"report_to": ["wandb", "tensorboard"], "max_steps": 1, "eval_greedy": False}
     trainer = Trainer(config=config, reward_funcs=parity_reward)
     found = [trainer.evaluate()["eval/avg@n"]]
