@@ -46,7 +46,7 @@ def stored(folder: Path, run_id: str) -> tuple[list[dict[str, Any]], dict[str, s
     from wandb.proto import wandb_internal_pb2 as pb
 
     for _ in range(600):  # W&B's process may create and write the file after `finish` has returned
-        files = sorted(folder.rglob(f"run-{run_id}.wandb"))
+        files = sorted(folder.rglob(f"run-{run_id}.wandb"), key=lambda file: file.parent.name)  # by date
         whole = [[pb.Record.FromString(frame) for frame in frames(file)] for file in files]
         if whole and all(any(record.HasField("exit") for record in records) for records in whole):
             break
