@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -257,16 +258,19 @@ else:
 """
 
 
-@pytest.mark.parametrize("function", ["mine", "lambda completions, **k: mine(completions)"])
+@pytest.mark.parametrize(
+    "function", ["mine", pytest.param("lambda completions, **k: mine(completions)", marks=pytest.mark.slow)]
+)
 def test_functions_of_a_script_count_by_themselves(tiny_config: dict[str, Any], tmp_path: Path, function: str) -> None:
     """The rest of the script may change: it resumes now."""
     plain = {"import_": "", "bonus": 0.0, "edit": "", "config": tiny_config, "function": function}
     expected = {"import_": ("import json", ""), "edit": (" * 2", "helper"), "bonus": (0.5, "mine")}
     name = "<lambda>" if function != "mine" else "mine"
+    (tmp_path / "train.py").write_text(SCRIPT.format(**plain))
+    subprocess.run([sys.executable, tmp_path / "train.py", tmp_path / "begun"], check=True, capture_output=True)
     for key, (value, what) in expected.items():
         run = tmp_path / key
-        (tmp_path / "train.py").write_text(SCRIPT.format(**plain))
-        subprocess.run([sys.executable, tmp_path / "train.py", run], check=True, capture_output=True)
+        shutil.copytree(tmp_path / "begun", run)
         (tmp_path / "train.py").write_text(SCRIPT.format(**plain | {key: value}))
         subprocess.run([sys.executable, tmp_path / "train.py", run, "again"], check=True, capture_output=True)
         found = [line.partition(". The")[0] for line in warned(run)]

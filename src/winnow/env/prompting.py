@@ -237,6 +237,12 @@ def decode(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
     return _decoded(tokenizer, [[int(t) for t in ids if int(t) not in unsaid] for ids in sequences])
 
 
+def decode_turns(tokenizer: Any, turns: Sequence[tuple[np.ndarray, str]]) -> list[str]:
+    """Return the texts of turns, given as tokens and stop reason; without a special token that only ended one."""
+    ids = [without_end(tokenizer, tokens) if reason == "eos" else tokens for tokens, reason in turns]
+    return decode(tokenizer, ids) if ids else []
+
+
 def decode_whole(tokenizer: Any, ids: np.ndarray) -> str:
     """Return the text of a sequence with every special token, for parsers of tool calls."""
     return _decoded(tokenizer, [ids.tolist()])[0]

@@ -20,10 +20,10 @@ from ..env.prompting import (
     PromptError,
     cut_at_stop,
     decode,
+    decode_turns,
     decode_whole,
     encode_prompt,
     stop_string_of,
-    without_end,
 )
 from ..env.rewards.rewarder import Rewarder
 from ..env.workers.calls import shared_calls
@@ -136,9 +136,8 @@ class RolloutRunner:
         return more and "keep_kv" in self.engine.provides
 
     def _stop(self, flight: Flight, sibling: Sibling) -> tuple[str, ...]:
-        return tuple(
-            dict.fromkeys((*self.options[flight.job.purpose].params.stop, *self.task.stop, *sibling.settings.stop))
-        )
+        run = self.options[flight.job.purpose].params.stop
+        return tuple(dict.fromkeys((*run, *self.task.stop, *sibling.settings.stop)))
 
     def poll(self) -> list[Group]:
         """Run one engine step; return the finished and scored groups, in launch order."""
@@ -151,7 +150,8 @@ class RolloutRunner:
 
     def _scores(self, *, wait: bool, timeout_s: float | None = None) -> bool:
         """Note the groups that have been scored; return whether there are any."""
-        for group in (scored := self.rewarder.done(wait, timeout_s)):
+        scored = self.rewarder.done(wait, timeout_s)
+        for group in scored:
             self._flights[group.purpose, group.visit.number].scored = True
         return bool(scored)
 
@@ -192,7 +192,8 @@ class RolloutRunner:
 
     def _advance(self, finished: list[Finished]) -> None:
         """Add finished turns; end each rollout or step its environment."""
-        for f, text in zip(finished, self._texts(finished), strict=True):
+        texts = decode_turns(self.tokenizer, [(f.token_ids, f.stop_reason) for f in finished])
+        for f, text in zip(finished, texts, strict=True):
             flight, sibling = self._whose(f.id)
             if not sibling.running:
                 continue
@@ -216,10 +217,6 @@ class RolloutRunner:
                 self._step_env(flight, sibling, turn)
         for flight in {id(flight): flight for flight, _ in (self._whose(f.id) for f in finished)}.values():
             self._settle(flight)
-
-    def _texts(self, finished: Sequence[Finished]) -> list[str]:
-        ids = [without_end(self.tokenizer, f.token_ids) if f.stop_reason == "eos" else f.token_ids for f in finished]
-        return decode(self.tokenizer, ids) if ids else []
 
     def _whose(self, request: Any) -> tuple[Flight, Sibling]:
         purpose, number, sibling = request
@@ -363,8 +360,8 @@ class RolloutRunner:
         texts = decode(self.tokenizer, [partial.token_ids for partial in partials]) if partials else []
         for partial, text in zip(partials, texts, strict=True):
             sibling = by_id[partial.id]  # type: ignore[index]
+            start = sibling.length
             sibling.sampled(partial)
-            start = sibling.length - len(partial.token_ids)
             sibling.rollout.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
 
     def abandon(self) -> list[Group]:
