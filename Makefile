@@ -102,31 +102,28 @@ anywhere: ## demo and test as an ordinary user, read-only, without a home, on on
 	$(PYTHON) -m tests.anywhere --pythons $(PYTHONS) --out benchmarks/results/anywhere.json
 
 bench: $(VENV)/.bench ## engine and training step beside their peers; writes benchmarks/results/*.json
-	$(BIN)/python benchmarks/engine.py --out benchmarks/results/engine.json
-	$(BIN)/python benchmarks/step.py --out benchmarks/results/step.json
-	$(BIN)/python benchmarks/turns.py --out benchmarks/results/turns.json
-	$(BIN)/python benchmarks/arrol.py --out benchmarks/results/arrol.json
-	$(BIN)/python benchmarks/rows.py --out benchmarks/results/rows.json
-	$(BIN)/python benchmarks/private_rows.py --out benchmarks/results/private_rows.json
-	$(BIN)/python benchmarks/claims.py wall --out benchmarks/results/async_wall.json
+	$(BIN)/python benchmarks/bench.py engine --out benchmarks/results/engine.json
+	$(BIN)/python benchmarks/bench.py step --out benchmarks/results/step.json
+	$(BIN)/python benchmarks/bench.py turns --out benchmarks/results/turns.json
+	$(BIN)/python benchmarks/bench.py rows --out benchmarks/results/rows.json
 
 # LLM: directory of SmolLM2-135M-Instruct, which `winnow models get smollm2-135m` names.
 bench-llm: $(VENV)/.bench $(SCALE)/.installed ## generation and a step with a pretrained model of 135M parameters beside its peers
-	$(BIN)/python benchmarks/llm_generation.py --model $(LLM) --vllm-python $(SCALE)/bin/python --out benchmarks/results/llm_generation.json
-	$(BIN)/python benchmarks/llm_update.py --model $(LLM) --out benchmarks/results/llm_update.json
+	$(BIN)/python benchmarks/bench.py llm_generation --model $(LLM) --vllm-python $(SCALE)/bin/python --out benchmarks/results/llm_generation.json
+	$(BIN)/python benchmarks/bench.py llm_update --model $(LLM) --out benchmarks/results/llm_update.json
 
 bench-scale: $(SCALE)/.installed ## what the driver takes, and vLLM next to the embedded engine
-	$(SCALE)/bin/python benchmarks/scale_driver.py --out benchmarks/results/scale_driver.json --docs docs/scale.md
-	$(SCALE)/bin/python benchmarks/engine_vllm.py --out benchmarks/results/engine_vllm.json
+	$(SCALE)/bin/python benchmarks/bench.py scale_driver --out benchmarks/results/scale_driver.json --docs docs/scale.md
+	$(SCALE)/bin/python benchmarks/bench.py engine_vllm --out benchmarks/results/engine_vllm.json
 
-bench-claims: $(VENV)/.bench ## the papers' claims, four seeds an arm: hours; can be stopped and started again
-	$(BIN)/python benchmarks/claims.py selection --out benchmarks/results/claims.json --docs docs/claims.md --picture docs/claims.png
-	$(BIN)/python benchmarks/claims.py thrifty --out benchmarks/results/thrifty.json --docs docs/claims.md
-	$(BIN)/python benchmarks/claims.py shared --out benchmarks/results/shared.json --docs docs/claims.md --picture docs/thrifty.png
-	$(BIN)/python benchmarks/claims.py gate --out benchmarks/results/gate_claims.json --docs docs/claims.md --picture docs/gate-claims.png
-	$(BIN)/python benchmarks/claims.py arrol --out benchmarks/results/arrol_claims.json --docs docs/claims.md
-	$(BIN)/python benchmarks/claims.py vcpo --out benchmarks/results/vcpo_claims.json --docs docs/claims.md --picture docs/async-claims.png
-	$(BIN)/python benchmarks/claims.py async --out benchmarks/results/async_claims.json --docs docs/claims.md
+bench-claims: $(VENV)/.bench ## the claims, four seeds an arm: hours; can be stopped and started again
+	$(BIN)/python benchmarks/claims.py tuned --out benchmarks/results/shared.json --picture docs/thrifty.png
+	$(BIN)/python benchmarks/claims.py selection --out benchmarks/results/claims.json
+	$(BIN)/python benchmarks/claims.py stopping --arms grpo 'gate*' dapo random-cut --out benchmarks/results/gate_claims.json
+	$(BIN)/python benchmarks/claims.py stopping --arms 'countdown-*' 'chain-sum-*' --out benchmarks/results/arrol_claims.json
+	$(BIN)/python benchmarks/claims.py lag --out benchmarks/results/vcpo_claims.json
+	$(BIN)/python benchmarks/claims.py pretrained --out benchmarks/results/llm_claims.json
+	$(BIN)/python benchmarks/claims.py --docs docs/claims-appendix.md
 
 # The wheel is the same, byte for byte, from every clone of a commit: its times are the commit's. (The sdist has those of the files.)
 dist: $(VENV)/.installed ## wheel, sdist and a list of what they need; tried in an environment with nothing else

@@ -1,17 +1,18 @@
-"""The papers' claims: trains every arm of a family for every seed, then writes figures, tables and a picture.
+"""The papers' claims: trains every arm of a family for every seed, then writes figures, the notebook and a picture.
 
-    python benchmarks/claims.py selection --out benchmarks/results/claims.json --docs docs/claims.md
-    python benchmarks/claims.py async --arms lag12-gspo lag12-vcpo --seeds 0 1 --out FILE --docs docs/claims.md
+    python benchmarks/claims.py selection --out benchmarks/results/claims.json --docs docs/claims-appendix.md
+    python benchmarks/claims.py lag --arms 'lag12-*' --seeds 0 1 --out FILE
+    python benchmarks/claims.py --docs docs/claims-appendix.md     # trains nothing: the notebook of what results/ has
 
 Each run is a process with one thread and leaves `claim.json` in its directory. What is there is not done again, and a
 run that was cut off is resumed. Seeds go first to last, so that the arms always have nearly the same number of them.
-Arms and seeds that are not in the work directory keep their figures in the JSON file, and tables are made of all that
-is in it. `--no-runs` only makes them.
+Arms that are not named, and seeds that are not in the work directory, keep their figures in the JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import importlib
 import json
 import os
@@ -27,24 +28,19 @@ from families.base import Arm, Family, Start
 from harness import ROOT, write_json
 
 FAMILIES = {
+    "tuned": "what is saved on DAPO at its best learning rate, on four tasks",
     "selection": "GRESO, Active-RLOO and both together on Countdown",
-    "thrifty": "what is saved on DAPO at its best learning rate",
-    "shared": "the arms of `thrifty` that count most, with shared decoding",
-    "gate": "the mid-trajectory gate in small ALFWorld rooms",
-    "arrol": "ARRoL on short and on long answers",
-    "async": "what each method makes of a lag of twelve steps",
-    "vcpo": "VCPO and its parts at a lag of twelve, fixed and mixed",
-    "wall": "asynchronous against synchronous training by the clock; nothing else should run",
-    "sync": "gates with samplers in other processes against gates in one process",
-    "llm": "the methods with a pretrained model of 135M parameters",
-    "scale": "every method on, in one process and on a cluster (needs `make install-scale`)",
+    "stopping": "the mid-trajectory gate in ALFWorld rooms, ARRoL on short and on long answers",
+    "lag": "what each method makes of stale samples; samplers in other processes, by result and by the clock",
+    "pretrained": "the methods with a pretrained model of 135M parameters",
 }
-"""Name -> what it tries; the module is `families/NAME_claims.py`."""
+"""Name -> what it tries; the module is `families/NAME.py`."""
+RESULTS = ROOT / "benchmarks" / "results"
 PROFILE, PROFILES = "profile.jsonl", "pass-rates"
 
 
 def load(name: str) -> Family:
-    family: Family = importlib.import_module(f"families.{name}_claims").FAMILY
+    family: Family = importlib.import_module(f"families.{name}").FAMILY
     return family
 
 
@@ -104,7 +100,7 @@ def train_arm(arm: Arm, family: Family, seed: int, work: Path, changes: Sequence
     claim["deployed"] = evaluate_model(str(run), dict(family.final))
     if arm.votes:
         claim["votes"] = vote_model(str(run), {"eval_generations": 32} | dict(family.vote_settings), arm.votes)
-    write_json(run / "claim.json", claim | family.more(run))
+    write_json(run / "claim.json", claim)
 
 
 def train(run: Path, recipe: str, overrides: Sequence[str]) -> None:
@@ -173,70 +169,95 @@ def child(family: str, job: tuple[str, int], options: argparse.Namespace) -> boo
     return done.returncode == 0
 
 
-def write_figures(family: Family, options: argparse.Namespace) -> None:
-    """Figures of all finished runs, then tables and picture of what the JSON file has."""
+def write_figures(family: Family, arms: Sequence[str], options: argparse.Namespace) -> None:
+    """Add figures of these arms' finished runs to the JSON file, and draw the picture of what it has."""
     from runs import read_runs
-    from tables import fill
+    from tables import figures_of, merged
 
-    said = json.loads(options.out.read_text(encoding="utf-8")) if options.out and options.out.exists() else {}
-    if not options.no_runs:
-        said = family.collect(said, read_runs(options.work, list(family.by_name())), options.work)
-        if options.out:
-            write_json(options.out, said)
-    if options.docs:
-        made = family.tables(said)
-        fill(options.docs, {name: made[name] for name in options.tables or made})
+    content = json.loads(options.out.read_text(encoding="utf-8")) if options.out and options.out.exists() else {}
+    figures = merged(figures_of(content), family.figures(read_runs(options.work, arms)))
+    if options.out:
+        about = {key: value for key, value in content.items() if key != "votes"} if "runs" in content else {}
+        write_json(options.out, about | {"runs": figures})
     if options.picture and family.draw is not None:
-        family.draw(said, options.picture)
+        family.draw(figures, options.picture)
 
 
-def read_options() -> tuple[argparse.Namespace, Family]:
+def tables_of(results: Path) -> dict[str, str]:
+    """Every table of every results file, by name."""
+    from tables import figures_of
+
+    made: dict[str, str] = {}
+    for family in map(load, FAMILIES):
+        for name, tables in family.tables.items():
+            made |= tables(figures_of(json.loads((results / name).read_text(encoding="utf-8"))))
+    return made
+
+
+def notebook(results: Path) -> str:
+    """The page of all results: headings and notes of `notes.json`, each with the tables that it names."""
+    made = tables_of(results)
+    parts = []
+    for section in json.loads((results / "notes.json").read_text(encoding="utf-8")):
+        parts.append(section["heading"])
+        parts += section["notes"]
+        parts += [f"`{name}`\n\n{made[name].rstrip()}" for name in section.get("tables", [])]
+    return "\n\n".join(parts) + "\n"
+
+
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"{name:10s}{what}" for name, what in FAMILIES.items()),
+        epilog="\n".join(f"{name:12s}{what}" for name, what in FAMILIES.items()),
     )
-    parser.add_argument("family", choices=list(FAMILIES))
+    parser.add_argument("family", choices=list(FAMILIES), nargs="?")
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument(
-        "--arms", nargs="+", help="some of the family's, in the place of its default ones; an unknown one lists them"
-    )
+    parser.add_argument("--arms", nargs="+", help="names or patterns, in the place of the family's default arms")
     parser.add_argument("--jobs", type=int, help="runs at a time")
     parser.add_argument("--work", type=Path, help="directory of the runs (default: under runs/)")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    parser.add_argument("--docs", type=Path, help="Markdown file whose tables are replaced")
-    parser.add_argument("--tables", nargs="+", help="those of --docs to replace; all by default")
+    parser.add_argument("--docs", type=Path, help="Markdown file that becomes the notebook of all result files")
     parser.add_argument("--picture", type=Path, help="PNG file for the curves")
     parser.add_argument("--changes", nargs="+", default=[], help="key=value of every run, to try the script")
-    parser.add_argument("--no-runs", action="store_true", help="train nothing: tables of what --out has")
     parser.add_argument("--one", nargs=2, metavar=("JOB", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    family = load(options.family)
+    if options.family is None and options.docs is None:
+        parser.error("name a family to run, or a page to write with --docs")
+    return options
+
+
+def with_defaults(family: Family, options: argparse.Namespace) -> list[Arm]:
+    """Fill in what the family knows; return the arms to run."""
     known = family.by_name()
-    if unknown := set(options.arms or ()) - set(known):
-        parser.error(f"unknown arms {sorted(unknown)}; known: {', '.join(known)}")
+    chosen: list[str] = []
+    for pattern in options.arms or family.default or known:
+        matching = fnmatch.filter(known, pattern)
+        if not matching:
+            raise SystemExit(f"--arms: unknown {pattern}; known: {', '.join(known)}")
+        chosen += matching
     if options.picture and family.draw is None:
-        parser.error("--picture: this family has none")
-    if options.no_runs and options.out is None:
-        parser.error("--no-runs reads figures: name their file with --out")
-    options.arms = options.arms or list(family.default or known)
+        raise SystemExit(f"--picture: {options.family} has none")
     options.seeds = list(range(family.seeds)) if options.seeds is None else options.seeds
     options.jobs = options.jobs or family.jobs
     options.work = options.work or ROOT / "runs" / family.work
-    return options, family
+    return [known[name] for name in dict.fromkeys(chosen)]
 
 
 def main() -> None:
-    options, family = read_options()
-    if options.one:
-        name, seed = options.one
-        do(name, family, int(seed), options.work, options.changes)
-        return
+    options = read_options()
     ok = True
-    if not options.no_runs:
-        arms = family.by_name()
-        ok = run_all(options.family, [arms[name] for name in options.arms], options)
-    write_figures(family, options)
+    if options.family:
+        family = load(options.family)
+        arms = with_defaults(family, options)
+        if options.one:
+            name, seed = options.one
+            do(name, family, int(seed), options.work, options.changes)
+            return
+        ok = run_all(options.family, arms, options)
+        write_figures(family, [arm.name for arm in arms], options)
+    if options.docs:
+        options.docs.write_text(notebook(RESULTS), encoding="utf-8")
     sys.exit(0 if ok else 1)
 
 

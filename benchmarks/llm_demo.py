@@ -2,7 +2,7 @@
 
 What is done is not done again, and a run that was cut off is resumed. Overrides are those of `winnow demo-llm`.
 
-    python benchmarks/llm_demo.py --seeds 0 1 2 --out benchmarks/results/llm_demo.json
+    python benchmarks/bench.py llm_demo --seeds 0 1 2 --out benchmarks/results/llm_demo.json
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ LEVELS = ("gsm-1", "gsm-2", "gsm-3")
 SAMPLING = ("eval_prompts=64", "eval_generations=4", "max_completion_length=192")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", help="key=value of the demo")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--levels", nargs="*", choices=LEVELS, default=LEVELS)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "llm-demo")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file for the figures")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     found: dict[str, Any] = {"machine": machine("cpu"), "overrides": options.overrides, "seeds": {}, "levels": {}}
     for seed in options.seeds:
         made = options.work / f"seed-{seed}"
@@ -60,7 +60,3 @@ def _untrained(level: str) -> dict[str, Any]:
 
     data = [f"env.path=made:{level}", f"env.test=made:{level}"]
     return evaluate_model("smollm2-135m", read_settings(ROOT / "recipes" / "gsm-smollm2.yaml", [*data, *SAMPLING]))
-
-
-if __name__ == "__main__":
-    main()

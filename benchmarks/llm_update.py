@@ -1,6 +1,6 @@
 """A GRPO step of a pretrained model of 135M parameters, Winnow's against TRL's `GRPOTrainer`: time and memory.
 
-    python benchmarks/llm_update.py --model DIRECTORY --out benchmarks/results/llm_update.json
+    python benchmarks/bench.py llm_update --model DIRECTORY --out benchmarks/results/llm_update.json
 
 `DIRECTORY`: SmolLM2-135M-Instruct. Same prompts, group size, token budget, learning rate and loss; one update a step.
 Every run is a process of its own, which begins with a step that is not counted, and sides alternate; peak memory is the
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import in_turn, machine, matmul_rate, spread, write_json
+from harness import BENCH, in_turn, machine, matmul_rate, spread, write_json
 from step import SIDES, Setting
 from transformers import AutoConfig, AutoTokenizer
 from workloads import Workload, chat_workload
@@ -79,7 +79,8 @@ def flops(w: Workload, lengths: list[int], equal: list[bool]) -> float:
 def in_a_process(model: Path, name: str, side: str, setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     arguments = ["--model", str(model), "--one", name, side, json.dumps(asdict(setting)), "--steps", str(options.steps)]
     arguments += ["--processor-time"] * options.processor_time
-    run = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, str(BENCH), "llm_update", *arguments]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(run.stdout.splitlines()[-1]))
 
 
@@ -102,10 +103,8 @@ def measure(name: str, of_side: dict[str, Setting], options: argparse.Namespace)
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--processor-time", action="store_true", help="of one thread, where other work is going on")
@@ -113,7 +112,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--one", nargs=3, metavar=("WORKLOAD", "SIDE", "SETTING"), help="used by the benchmark itself")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     threads = 1 if options.processor_time else options.threads
     if options.one:
         if options.processor_time:
@@ -121,8 +122,6 @@ def main() -> None:
         name, side, setting = options.one
         print(json.dumps(one_run(options.model, name, side, Setting(**json.loads(setting)), options.steps)))
         return
-    if options.out is None:
-        parser.error("--out is required")
     results: dict[str, Any] = {
         "machine": machine("cpu", "trl", "accelerate"),
         "processor_time": options.processor_time,
@@ -134,7 +133,3 @@ def main() -> None:
             results["runs"].append({"dtype": dtype} | found)
             write_json(options.out, results)
             print(name, dtype, "times TRL's speed:", found["step_times_faster"], flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A million rollouts through loop, ledger, audit, report and resume, with an engine that answers at once.
 
-    python benchmarks/million.py --out benchmarks/results/million.json
+    python benchmarks/bench.py million --out benchmarks/results/million.json
 
 Everything is that of a run but the engine, whose tokens are drawn by their keys without a model, and the model, of two
 layers. Each size is a run of its own in processes of its own; the commands are those that a user types.
@@ -151,17 +151,13 @@ def measured(rollouts: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
-    arguments = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     result: dict[str, Any] = {"machine": machine("cpu"), "sizes": {}}
-    for size in arguments.sizes:
+    for size in options.sizes:
         result["sizes"][size] = measured(size)
         print(size, json.dumps(result["sizes"][size]), flush=True)
-        write_json(arguments.out, result)
-
-
-if __name__ == "__main__":
-    main()
+        write_json(options.out, result)

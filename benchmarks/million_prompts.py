@@ -1,13 +1,12 @@
 """How long selectors take to choose a batch among a million prompts, all visited before.
 
-python benchmarks/million_prompts.py --out benchmarks/results/million_prompts.json
+python benchmarks/bench.py million_prompts --out benchmarks/results/million_prompts.json
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,10 +38,7 @@ def milliseconds(selector: StreamSelector) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+def run(options: argparse.Namespace) -> None:
     result: dict[str, Any] = {"what": __doc__, "machine": machine("cpu"), "batch": BATCH, "milliseconds": {}}
     prompts = [Prompt(f"p{i}", i, text="") for i in range(PROMPTS)]
     for name in ("uniform", "greso", "bayes", "thompson"):
@@ -50,7 +46,3 @@ def main() -> None:
         result["milliseconds"][name] = spread(milliseconds(selector) for _ in range(REPEATS))
         print(name, result["milliseconds"][name], flush=True)
     write_json(options.out, result)
-
-
-if __name__ == "__main__":
-    main()

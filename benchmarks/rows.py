@@ -1,6 +1,6 @@
 """What a data set of many rows takes before its first step: processor seconds and memory, by rows and kind of file.
 
-python benchmarks/rows.py --out benchmarks/results/rows.json
+python benchmarks/bench.py rows --out benchmarks/results/rows.json
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import machine, write_json
+from harness import BENCH, machine, write_json
 
 from winnow.base.memory import resident_mib
 from winnow.env.dataset import DatasetConfig
@@ -79,18 +79,18 @@ def measured(form: str, n: int, folder: Path) -> dict[str, Any]:
     path = folder / f"{n}.{form}"
     if form != "python" and not path.exists():
         write(path, n)
-    command = [sys.executable, __file__, "--start", form, str(path), str(n)]
+    command = [sys.executable, str(BENCH), "rows", "--start", form, str(path), str(n)]
     done = subprocess.run(command, env=os.environ, check=True, stdout=subprocess.PIPE)
     size = path.stat().st_size / 2**20 if form != "python" else 0.0
     return {"form": form, "rows": n, "file_mib": size} | json.loads(done.stdout)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--start", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     if options.start:
         form, path, n = options.start
         print(json.dumps(start(form, path, int(n))))
@@ -101,9 +101,4 @@ def main() -> None:
             for form in FORMS:
                 table["starts"].append(measured(form, n, Path(folder)))
                 print(json.dumps(table["starts"][-1]), flush=True)
-    if options.out:
-        write_json(options.out, table)
-
-
-if __name__ == "__main__":
-    main()
+    write_json(options.out, table)

@@ -1,6 +1,6 @@
 """What a group costs the driver: 1 to 64 simulated samplers, 10^2 to 10^5 groups in flight.
 
-    python benchmarks/scale_driver.py --out benchmarks/results/scale_driver.json
+    python benchmarks/bench.py scale_driver --out benchmarks/results/scale_driver.json
 
 Loop, pool, codec, selector (GRESO), filter, pace, buffer and ledger are those of a run; samplers answer with groups of
 8 rollouts x 64 to 256 tokens, encoded as a sampler does. Weights and updates are left out. The unit is CPU time of
@@ -259,25 +259,21 @@ def driver_table(cells: list[dict[str, Any]]) -> str:
     return markdown(["in flight", "samplers", "groups a poll", "messages", "ms a group", *PARTS], rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--docs", type=Path, help="Markdown file whose table is replaced")
     parser.add_argument("--groups", type=int, default=1_000, help="that are measured, at least")
     parser.add_argument("--repeats", type=int, default=3, help="of cells with less than 10^5 groups in flight")
-    options = parser.parse_args()
-    said: dict[str, Any] = {"what": __doc__, "machine": machine("cpu"), "cells": []}
+
+
+def run(options: argparse.Namespace) -> None:
+    results: dict[str, Any] = {"what": __doc__, "machine": machine("cpu"), "cells": []}
     for samplers, in_flight, polled in CELLS:
         cell: dict[str, Any] = {"in_flight": in_flight, "samplers": samplers, "polled": polled, "pipe": [], "ray": []}
-        said["cells"].append(cell)
+        results["cells"].append(cell)
         for _ in range(options.repeats if in_flight < 100_000 else 1):
             for kind in SENT if in_flight < 100_000 else SENT[1:]:
                 cell[kind].append(measure(kind, samplers, in_flight, polled, options.groups))
                 print(samplers, in_flight, polled, kind, cell[kind][-1], flush=True)
-                write_json(options.out, said)
+                write_json(options.out, results)
     if options.docs:
-        fill(options.docs, {"scale-driver": driver_table(said["cells"])})
-
-
-if __name__ == "__main__":
-    main()
+        fill(options.docs, {"scale-driver": driver_table(results["cells"])})

@@ -1,6 +1,6 @@
 """What is saved when the tokens that siblings begin with are computed once, in decoding and in updates.
 
-    python benchmarks/sharing.py MODEL --config recipes/alfworld.yaml --name alfworld --out FILE
+    python benchmarks/bench.py sharing MODEL --config recipes/alfworld.yaml --name alfworld --out FILE
 
 All prompts are visited for the first time. Ratios are to the same siblings computed apart, by repeat. An update trains
 all of the rollouts, with rewards made up.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import in_turn, machine, spreads, write_json
+from harness import in_turn, machine, read_json, spreads, write_json
 
 from winnow.config import load_config
 from winnow.engine.local import engine as local
@@ -97,30 +97,30 @@ def updates(learner: Any) -> dict[str, Callable[[list[Group]], float]]:
     return {APART: lambda groups: seconds(groups, 0.0), "shared": lambda groups: seconds(groups, budget.pairs)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--name", required=True, help="of the task and the policy, in the file")
     parser.add_argument("--prompts", type=int, default=16, help="groups of a repeat")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--overrides", nargs="*", default=[])
-    parser.add_argument("--out", type=Path)
-    a = parser.parse_args()
-    base = load_config(a.config, [f"model={a.model}", "gates=[]", *a.overrides])
+
+
+def run(options: argparse.Namespace) -> None:
+    base = load_config(options.config, [f"model={options.model}", "gates=[]", *options.overrides])
     on = machine("cuda" if "cuda" in base.device else "cpu")
-    task, taken = build_task(base.env), [-a.prompts, a.prompts]
+    task, taken = build_task(base.env), [-options.prompts, options.prompts]
     with ExitStack() as stack:
         sides = {}
         for name, (rows_class, more) in SIDES.items():
             local.CacheRows = rows_class  # type: ignore[misc]
-            c = load_config(a.config, [f"model={a.model}", "gates=[]", *a.overrides, *more])
+            c = load_config(options.config, [f"model={options.model}", "gates=[]", *options.overrides, *more])
             policy, roll_out, _ = stack.enter_context(opened(c, task))
             sides[name] = side_of(roll_out, task.train, base.num_generations, taken)
         in_update = updates(build_learner(policy, base))
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*sides, "update")}
-        for repeat in range(1 + a.repeats):
-            taken[0] += a.prompts
+        for repeat in range(1 + options.repeats):
+            taken[0] += options.prompts
             [found] = in_turn(sides, 1)
             if repeat:  # the first one warms up
                 for name in sides:
@@ -128,12 +128,6 @@ def main() -> None:
             groups = found[APART][0]
             [took] = in_turn({name: partial(side, groups) for name, side in in_update.items()}, 1, warm=not repeat)
             rows["update"] += [{"seconds": took["shared"] / took[APART]}] if repeat else []
-    said = {"machine": on, "prompts": a.prompts} | {name: spreads(found) for name, found in rows.items()}
+    said = {"machine": on, "prompts": options.prompts} | {name: spreads(found) for name, found in rows.items()}
     print(json.dumps(said, indent=1))
-    if a.out:
-        before = json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else {}
-        write_json(a.out, before | {a.name: said})
-
-
-if __name__ == "__main__":
-    main()
+    write_json(options.out, read_json(options.out) | {options.name: said})

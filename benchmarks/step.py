@@ -1,6 +1,6 @@
 """The whole training step - generate, reward, update, publish - of Winnow against TRL's GRPOTrainer, side by side.
 
-    python benchmarks/step.py --out benchmarks/results/step.json [--quick] [--device cuda]
+    python benchmarks/bench.py step --out benchmarks/results/step.json [--quick] [--device cuda]
 
 Same model, prompts, group size, token budget, learning rate and loss; one update a step; runs alternate in one
 process and every run starts from the same weights. Each side first picks its own threads and matrix precision. Time
@@ -284,36 +284,27 @@ def measure(w: Workload, repeats: int, steps: int, device: str, threads: Sequenc
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="a check that it works, in a few minutes")
     parser.add_argument(
         "--threads", type=int, nargs="+", help="thread counts to choose from; 1 and all cores by default"
     )
     parser.add_argument("--only", choices=["short", "long_tail"])
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     quick, device = options.quick, options.device
     threads = options.threads or sorted({1, len(os.sched_getaffinity(0))})
     results: dict[str, Any] = {"machine": machine(device, "trl", "accelerate"), "quick": quick, "workloads": []}
     with tempfile.TemporaryDirectory() as directory:
-        teaching_steps = 30 if quick else 150
-        makers: dict[str, tuple[Callable[[], Workload], int]] = {
-            "short": (
-                lambda: short_workload(Path(directory), teaching_steps=teaching_steps, prompts_per_step=32),
-                3 if quick else 10,
-            ),
-            "long_tail": (
-                lambda: long_tail_workload(Path(directory), prompts_per_step=16 if quick else 128),
-                1 if quick else 2,
-            ),
-        }
-        for name, (make, steps) in makers.items():
-            if options.only in (None, name):
-                results["workloads"].append(measure(make(), 2 if quick else 5, steps, device, threads))
-                write_json(options.out, results)
-
-
-if __name__ == "__main__":
-    main()
+        folder, repeats = Path(directory), 2 if quick else 5
+        for name in [options.only] if options.only else ["short", "long_tail"]:
+            if name == "short":
+                steps = 3 if quick else 10
+                work = short_workload(folder, teaching_steps=30 if quick else 150, prompts_per_step=32)
+            else:
+                steps = 1 if quick else 2
+                work = long_tail_workload(folder, prompts_per_step=16 if quick else 128)
+            results["workloads"].append(measure(work, repeats, steps, device, threads))
+            write_json(options.out, results)

@@ -37,12 +37,25 @@ def value_of(run: Summary, value: Value) -> float | None:
     """None where the run lacks the key."""
     if callable(value):
         return value(run)
-    found: Any = run
+    held: Any = run
     for key in value.split("."):
-        if found is None:
+        if isinstance(held, list):
+            held = held[int(key)]
+        elif isinstance(held, dict):
+            held = held.get(key)
+        else:
             return None
-        found = found[int(key)] if isinstance(found, list) else found.get(key)
-    return None if found is None else float(found)
+    return None if held is None else float(held)
+
+
+def either(*keys: str) -> Value:
+    """The first of some keys that a run has: files of different versions name a figure differently."""
+
+    def value(run: Summary) -> float | None:
+        values = [value_of(run, key) for key in keys]
+        return next((v for v in values if v is not None), None)
+
+    return value
 
 
 def over_seeds(runs: Sequence[Summary], value: Value) -> Estimate | None:
@@ -68,35 +81,69 @@ def against(runs: Sequence[Summary], base: Sequence[Summary], value: Value, *, a
     return paired_estimate(pairs, as_ratio)
 
 
-def mean_curve(runs: Sequence[Summary]) -> np.ndarray:
-    """float64 [evaluations, 4]: step, tokens, rollouts, pass@1; means over seeds."""
-    curve: np.ndarray = np.mean([run["curve"] for run in runs], axis=0)
-    return curve
+Curve = list[list[float]]
+"""Step, tokens, rollouts and held-out pass@1 of each evaluation."""
 
 
-def cost_to(curve: Sequence[Sequence[float]], level: float, axis: str) -> float | None:
-    """Cost (`tokens` or `rollouts`) at which a curve of evaluations first is at a level, as `winnow compare` has it."""
-    points = [Point(int(step), tokens, rollouts, passed) for step, tokens, rollouts, passed in curve]
-    return reached_at(points, level, lambda point: float(getattr(point, axis)))
+def curve_of(run: Summary, axis: str = "tokens") -> Curve | None:
+    """The run's curve, with what `axis` names (`seconds`, `sampled`, `rollouts`) as its cost; None if not recorded."""
+    if axis == "tokens":
+        return list(run["curve"])
+    if axis == "rollouts":
+        return [[point[0], point[2], *point[2:]] for point in run["curve"]]
+    if f"{axis}_at" not in run:
+        return None
+    return [[point[0], cost, *point[2:]] for point, cost in zip(run["curve"], run[f"{axis}_at"], strict=True)]
 
 
-def merged(old: Mapping[str, list[Summary]], new: Mapping[str, list[Summary]], arms: Sequence[str]) -> Figures:
+def cost_to(curve: Curve, level: float) -> float | None:
+    """Cost at which a curve first is at a level of pass@1, as `winnow compare` has it."""
+    points = [Point(int(step), cost, rollouts, passed) for step, cost, rollouts, passed in curve]
+    return reached_at(points, level, lambda point: point.tokens)
+
+
+def at_cost(curve: Curve, cost: float) -> float:
+    """Held-out pass@1 at a cost, between evaluations by a straight line."""
+    return float(np.interp(cost, [point[1] for point in curve], [point[3] for point in curve]))
+
+
+def merged(old: Mapping[str, list[Summary]], new: Mapping[str, list[Summary]]) -> Figures:
     """Arms and seeds that were not run again keep their figures."""
-    found: Figures = {}
-    for arm in arms:
+    both: Figures = {}
+    for arm in dict.fromkeys([*old, *new]):
         by_seed = {run["seed"]: run for runs in (old, new) for run in runs.get(arm, [])}
-        if by_seed:
-            found[arm] = [by_seed[seed] for seed in sorted(by_seed)]
-    return found
+        both[arm] = [by_seed[seed] for seed in sorted(by_seed)]
+    return both
+
+
+def figures_of(content: Any) -> Figures:
+    """Runs by arm of a results file, whichever version wrote it."""
+    if isinstance(content, list):
+        return {arm: [run for run in content if run["arm"] == arm] for arm in dict.fromkeys(r["arm"] for r in content)}
+    if "runs" not in content:
+        figures: Figures = {}
+        for name, part in content.items():
+            if isinstance(part, list):
+                figures[name] = part
+            elif isinstance(part, dict) and isinstance(part.get("runs"), list):
+                figures[name] = part["runs"]
+            elif isinstance(part, dict) and "runs" in part:  # a task's, whose arms have its name now
+                figures |= {f"{name}-{arm}": runs for arm, runs in figures_of(part).items()}
+        return figures
+    runs: Figures = dict(content["runs"])
+    for arm in runs:
+        if (arm == "arrol" or arm.endswith("-arrol")) and "dapo" not in arm and content.get("votes"):
+            runs[arm] = [run | {"votes": votes} for run, votes in zip(runs[arm], content["votes"], strict=True)]
+    return runs
 
 
 # ---- text --------------------------------------------------------------------------------------------------------
 
 
 def text(value: Estimate | None, form: str = "{:.3f}", scale: float = 1.0) -> str:
-    """A mean, with its interval where there are seeds enough; a dash for none."""
+    """A mean, with its interval where there are seeds enough; blank without a figure."""
     if value is None:
-        return "–"
+        return ""
     mean = form.format(value.mean * scale)
     if value.low is None or value.high is None:
         return mean
@@ -134,6 +181,40 @@ def _paired(head: str, value: Value, form: str, *, as_ratio: bool, own: bool) ->
     return Column(head, cell)
 
 
+def to_level(head: str, part: float, axis: str = "tokens") -> Column:
+    """Cost to a part of the base's final pass@1, as a share of the base's own, of the same seed."""
+
+    def cell(runs: list[Summary], base: list[Summary]) -> str:
+        costs, pairs = [], 0
+        for run, other in paired(runs, base):
+            curve, base_curve = curve_of(run, axis), curve_of(other, axis)
+            if curve is None or base_curve is None:
+                continue
+            pairs += 1
+            own, of_base = (cost_to(each, part * base_curve[-1][3]) for each in (curve, base_curve))
+            if own and of_base:
+                costs.append((own, of_base))
+        missed = pairs - len(costs)
+        return text(paired_estimate(costs, True), TWO) + (f"; {missed} of {pairs} did not get there" if missed else "")
+
+    return Column(head, cell)
+
+
+def at_equal_cost(head: str, axis: str = "tokens") -> Column:
+    """Difference in pass@1 where the cheaper of a pair ends."""
+
+    def cell(runs: list[Summary], base: list[Summary]) -> str:
+        passed = []
+        for run, other in paired(runs, base):
+            curves = curve_of(run, axis), curve_of(other, axis)
+            if curves[0] and curves[1]:
+                cost = min(curve[-1][1] for curve in curves if curve)
+                passed.append((at_cost(curves[0], cost), at_cost(curves[1], cost)))
+        return text(paired_estimate(passed, False), SIGNED)
+
+    return Column(head, cell)
+
+
 SEEDS = Column("seeds", lambda runs, base: str(len(runs)))
 
 
@@ -148,7 +229,7 @@ def table_of(
     """A row for each of `arms` that has runs; `base` is the arm, or says for each, what they are compared with."""
     rows = []
     for arm in runs if arms is None else arms:
-        if arm in runs:
+        if runs.get(arm):
             other = runs.get(base(arm) if callable(base) else base, [])
             rows.append([name(arm), *(column.cell(runs[arm], other) for column in columns)])
     return markdown([head, *(column.head for column in columns)], rows)

@@ -1,6 +1,6 @@
 """What a method of Winnow's costs inside TRL: steps of `WinnowGRPOTrainer` with it, and of TRL alone beside them.
 
-    python benchmarks/trl_cost.py --out benchmarks/results/trl_cost.json
+    python benchmarks/bench.py trl_cost --out benchmarks/results/trl_cost.json
 
 One process and thread, measured in its CPU seconds, so that others on the machine hardly matter. TRL alone runs beside
 each method, in turn and from the same weights; a ratio is the mean step of the method over that of TRL alone in the
@@ -61,7 +61,7 @@ def solved(completions: list[str], **columns: Any) -> list[float | None]:
     return countdown_reward(completions, *(columns[name] for name in ("numbers", "target", "style")))
 
 
-def run(start: Path, methods: Mapping[str, Any] | None, steps: int) -> dict[str, float]:
+def one_run(start: Path, methods: Mapping[str, Any] | None, steps: int) -> dict[str, float]:
     """Mean CPU seconds of a step after the first, and rollouts a step; `methods` None: TRL alone."""
     clock, task = Clock(), CountdownConfig().build()
     with tempfile.TemporaryDirectory() as out:
@@ -102,13 +102,13 @@ def run(start: Path, methods: Mapping[str, Any] | None, steps: int) -> dict[str,
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(ARMS), default=list(ARMS))
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as work:
@@ -118,15 +118,11 @@ def main() -> None:
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
         for _ in range(options.rounds):
             for name in options.only:
-                sides = {"alone": partial(run, start, None, options.steps)}
-                sides["winnow"] = partial(run, start, ARMS[name], options.steps)
+                sides = {"alone": partial(one_run, start, None, options.steps)}
+                sides["winnow"] = partial(one_run, start, ARMS[name], options.steps)
                 (found,) = in_turn(sides, 1)
                 rounds[name].append(found)
                 ratios = [r["winnow"]["seconds"] / r["alone"]["seconds"] for r in rounds[name]]
                 result["arms"][name] = {"ratio": spread(ratios), "rounds": rounds[name]}
                 write_json(options.out, result)
                 print(name, {k: round(v, 2) for k, v in result["arms"][name]["ratio"].items()}, flush=True)
-
-
-if __name__ == "__main__":
-    main()

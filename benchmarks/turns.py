@@ -1,6 +1,6 @@
 """What it saves to keep keys and values between the turns of a rollout: both sides in one run, in turn.
 
-python benchmarks/turns.py --out benchmarks/results/turns.json
+python benchmarks/bench.py turns --out benchmarks/results/turns.json
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,22 +85,17 @@ def compare(size: str, turns: int, rollouts: int, repeats: int) -> dict[str, Any
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", choices=list(SIZES))
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     results = []
     for size, turns, rollouts in (("0.7M", 10, 64), ("0.7M", 30, 64), ("25M", 10, 32)):
         if options.only in (None, size):
             results.append(compare(size, turns, rollouts, options.repeats))
             print(json.dumps(results[-1]), flush=True)
-    if options.out:
-        write_json(options.out, results)
-
-
-if __name__ == "__main__":
-    main()
+    write_json(options.out, results)

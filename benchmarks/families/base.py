@@ -1,17 +1,16 @@
-"""What a family of claims is made of: its arms, the models that they start from, figures, tables and picture."""
+"""What a family of claims is made of: its arms, the models that they start from, and the tables of its result files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runs import Run
+from runs import Run, summary
+from tables import Figures
 
-Said = dict[str, Any]
-"""What the JSON file has."""
 FINAL = {"eval_generations": 8, "eval_greedy": True}
 """Evaluation of a finished run: all held-out prompts."""
 
@@ -48,24 +47,20 @@ class Arm:
     """Weights of votes among 32 answers, measured at the end."""
 
 
-def no_figures(run: Path) -> dict[str, Any]:
-    return {}
-
-
-def no_overrides(work: Path) -> list[str]:
-    return []
+def summaries(runs: Mapping[str, Sequence[Run]]) -> Figures:
+    return {arm: [summary(run) for run in of_arm] for arm, of_arm in runs.items()}
 
 
 @dataclass(frozen=True)
 class Family:
-    """`collect` puts finished runs into what the JSON file has; `tables` and `draw` read nothing else."""
-
     work: str
     """Directory under runs/."""
     arms: tuple[Arm, ...]
-    collect: Callable[[Said, dict[str, list[Run]], Path], Said]
-    tables: Callable[[Said], dict[str, str]]
-    draw: Callable[[Said, Path], None] | None = None
+    tables: Mapping[str, Callable[[Figures], dict[str, str]]]
+    """File under results/ -> the tables made of it, by name."""
+    figures: Callable[[Mapping[str, Sequence[Run]]], Figures] = summaries
+    """Finished runs by arm -> what the JSON file keeps of them."""
+    draw: Callable[[Figures, Path], None] | None = None
     final: Mapping[str, Any] = field(default_factory=lambda: FINAL)
     default: tuple[str, ...] = ()
     """Arms that are run if none are named; empty: all."""
@@ -74,12 +69,10 @@ class Family:
     vote_settings: Mapping[str, Any] = field(default_factory=dict)
     may_stop: bool = False
     """A run that stops early, as nothing has a signal any more, counts as finished."""
-    prepare: Callable[[Path], list[str]] = no_overrides
+    prepare: Callable[[Path], list[str]] = lambda work: []
     """Makes what all runs need in the work directory; returns overrides for every run."""
     around: Callable[[Arm], AbstractContextManager[None]] = lambda arm: nullcontext()
     """What a run needs while it goes on."""
-    more: Callable[[Path], dict[str, Any]] = no_figures
-    """Further figures of a finished run, for its claim.json."""
 
     def by_name(self) -> dict[str, Arm]:
         return {arm.name: arm for arm in self.arms}

@@ -1,11 +1,10 @@
-"""Every script starts, every arm is a valid configuration, and the docs have the tables of the JSON files."""
+"""Every script starts, every arm is a valid configuration, and the notebook is what the JSON files give."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import json
-import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -23,35 +22,24 @@ BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = [path.stem for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
 OPTIONAL = {"trl", "datasets", "ray", "vllm", "psutil", "matplotlib"}
 """Packages that a script may need and an environment may not have."""
-FAMILIES = {
-    "thrifty": ("thrifty.json", "claims.md"),
-    "shared": ("shared.json", "claims.md"),
-    "selection": ("claims.json", "claims.md"),
-    "gate": ("gate_claims.json", "claims.md"),
-    "arrol": ("arrol_claims.json", "claims.md"),
-    "async": ("async_claims.json", "claims.md"),
-    "vcpo": ("vcpo_claims.json", "claims.md"),
-    "sync": ("sync_claims.json", "claims.md"),
-    "llm": ("llm_claims.json", "claims.md"),
-    "scale": ("scale_claims.json", "scale.md"),
-    "wall": ("async_wall.json", "benchmarks.md"),
-}
+FAMILIES = ("tuned", "selection", "stopping", "lag", "pretrained")
 HELP = """
 import contextlib, importlib, io, sys
-for name in sys.argv[1:]:
+for command in sys.argv[1:]:
     text = io.StringIO()
-    sys.argv = [name, "--help"]
+    name, *arguments = command.split()
+    sys.argv = [name, *arguments, "--help"]
     try:
         module = importlib.import_module(name)
         with contextlib.redirect_stdout(text):
             module.main()
     except SystemExit as error:
-        assert error.code == 0, (name, error.code)
+        assert error.code == 0, (command, error.code)
     except ModuleNotFoundError as error:
-        print("MISSING", name, error.name)
+        print("MISSING", error.name, command)
         continue
-    assert "usage:" in text.getvalue(), name
-    print("OK", name)
+    assert "python benchmarks/" in text.getvalue(), command
+    print("OK", "-", command)
 """
 
 
@@ -64,14 +52,23 @@ def family_of(name: str) -> Any:
     return importlib.import_module("claims").load(name)
 
 
-def test_every_script_imports_and_answers_help() -> None:
+def test_every_script_and_every_benchmark_answers_help() -> None:
+    commands = [*SCRIPTS, *(f"bench {name}" for name in importlib.import_module("bench").BENCHMARKS)]
     done = subprocess.run(
-        [sys.executable, "-c", HELP, *SCRIPTS], cwd=BENCHMARKS, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", HELP, *commands], cwd=BENCHMARKS, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("OK", "MISSING"))]
-    assert [line[1] for line in lines] == SCRIPTS
-    assert {line[2] for line in lines if line[0] == "MISSING"} <= OPTIONAL
+    lines = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line.startswith(("OK", "MISSING"))]
+    assert [line[2] for line in lines] == commands
+    assert {line[1] for line in lines if line[0] == "MISSING"} <= OPTIONAL
+
+
+def test_every_script_has_a_name_in_the_registry() -> None:
+    registry = importlib.import_module("bench").BENCHMARKS
+    with_a_run = {
+        path.stem for path in BENCHMARKS.glob("*.py") if "def run(options:" in path.read_text(encoding="utf-8")
+    }
+    assert with_a_run == set(registry)
 
 
 def test_what_benchmarks_import_within_functions_is_there() -> None:
@@ -97,15 +94,11 @@ def test_every_family_is_checked_here() -> None:
     assert set(FAMILIES) == set(importlib.import_module("claims").FAMILIES)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_docs_have_the_tables_of_the_json_file(name: str) -> None:
-    results, page = FAMILIES[name]
-    figures = json.loads((BENCHMARKS / "results" / results).read_text(encoding="utf-8"))
-    docs = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    for mark, table in family_of(name).tables(figures).items():
-        found = re.search(rf"<!-- {mark} -->\n(.*?)<!-- end -->", docs, re.DOTALL)
-        assert found is not None, mark
-        assert found[1] == table
+def test_the_notebook_is_what_the_json_files_give() -> None:
+    claims = importlib.import_module("claims")
+    page = (ROOT / "docs" / "claims-appendix.md").read_text(encoding="utf-8")
+    assert page == claims.notebook(claims.RESULTS), "python benchmarks/claims.py --docs docs/claims-appendix.md"
+    assert not [name for name in claims.tables_of(claims.RESULTS) if f"`{name}`\n" not in page]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -120,7 +113,7 @@ def test_every_arm_is_a_valid_configuration(name: str) -> None:
 
 
 def test_models_come_before_runs_and_a_shared_one_is_made_once() -> None:
-    arms = family_of("arrol").by_name()
+    arms = family_of("stopping").by_name()
     stages = importlib.import_module("claims").stages([arms["countdown-grpo"], arms["chain-sum-grpo"]], 2)
     runs = [("countdown-grpo", 2), ("chain-sum-grpo", 2)]
     assert stages == [[("warm-countdown", 2), ("warm-chain-sum", 0)], [], runs]
@@ -131,11 +124,11 @@ def test_models_come_before_runs_and_a_shared_one_is_made_once() -> None:
 def test_what_has_left_a_claim_is_not_done_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     claims = importlib.import_module("claims")
     options = Namespace(work=tmp_path, seeds=[0], jobs=1, changes=["no_such_key=1"])
-    arm = family_of("async").by_name()["lag0-tis8"]
+    arm = family_of("lag").by_name()["lag0-tis8"]
     for name in ("warm-s0", "lag0-tis8-s0"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "claim.json").write_text("{}", encoding="utf-8")
-    assert claims.run_all("async", [arm], options)
+    assert claims.run_all("lag", [arm], options)
     assert not capfd.readouterr().out, "no process was started"
 
 
@@ -158,9 +151,33 @@ def test_runs_that_were_not_done_again_keep_their_figures() -> None:
     t = importlib.import_module("tables")
     old = {"a": [{"seed": 0, "x": 1}, {"seed": 1, "x": 2}], "gone": [{"seed": 0, "x": 9}]}
     new = {"a": [{"seed": 1, "x": 3}], "b": [{"seed": 0, "x": 4}]}
-    merged = t.merged(old, new, ["b", "a"])
-    assert merged == {"b": [{"seed": 0, "x": 4}], "a": [{"seed": 0, "x": 1}, {"seed": 1, "x": 3}]}
-    assert list(merged) == ["b", "a"]
+    merged = t.merged(old, new)
+    assert merged == old | {"a": [{"seed": 0, "x": 1}, {"seed": 1, "x": 3}], "b": [{"seed": 0, "x": 4}]}
+
+
+def test_the_cost_to_a_level_is_paired_and_says_what_misses_it() -> None:
+    t = importlib.import_module("tables")
+    base = [{"seed": seed, "curve": [[0, 0, 0, 0.0], [1, 100, 10, 0.5]]} for seed in (0, 1)]
+    fast = [
+        {"seed": 0, "curve": [[0, 0, 0, 0.0], [1, 50, 5, 0.6]]},
+        {"seed": 1, "curve": [[0, 0, 0, 0.0], [1, 9, 1, 0.1]]},
+    ]
+    assert t.to_level("", 1.0).cell(fast, base) == "0.42; 1 of 2 did not get there"
+    assert t.to_level("", 1.0, "rollouts").cell(fast, base) == "0.42; 1 of 2 did not get there"
+    assert t.to_level("", 1.0, "seconds").cell(fast, base) == ""
+
+
+def test_every_layout_of_a_results_file_gives_runs_by_arm() -> None:
+    figures_of = importlib.import_module("tables").figures_of
+    run = {"seed": 0, "arm": "a"}
+    for content in (
+        [run],
+        {"a": [run]},
+        {"a": {"runs": [run], "curves": {}}},
+        {"runs": {"a": [run]}, "machine": {}},
+    ):
+        assert figures_of(content) == {"a": [run]}
+    assert figures_of({"task": {"runs": {"arrol": [run]}, "votes": [1]}}) == {"task-arrol": [run | {"votes": 1}]}
 
 
 def test_sides_take_turns_in_changing_order_and_a_warm_round_does_not_count() -> None:
@@ -180,7 +197,7 @@ def test_sides_take_turns_in_changing_order_and_a_warm_round_does_not_count() ->
     [("thrifty", "mopps-shared-lr2"), ("chain-sum-thrifty", "chain-thrifty-shared-twice-linear-lr1")],
 )
 def test_a_recipe_is_the_arm_that_was_measured(recipe: str, arm: str) -> None:
-    measured = importlib.import_module("families.shared_claims").FAMILY.by_name()[arm]
+    measured = importlib.import_module("families.tuned").FAMILY.by_name()[arm]
     configs = [
         load_config(str(ROOT / "recipes" / f"{name}.yaml"), [*changes, "output_dir=runs/same"])
         for name, changes in ((recipe, []), (measured.recipe, list(measured.overrides)))
@@ -191,7 +208,7 @@ def test_a_recipe_is_the_arm_that_was_measured(recipe: str, arm: str) -> None:
 def test_a_run_without_memory_is_not_a_finished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that stops as nothing teaches it counts, with its last checkpoint. One that lost its memory does not."""
     claims = importlib.import_module("claims")
-    family = claims.load("thrifty")
+    family = claims.load("tuned")
     arm = family.by_name()["chain-thrifty-lr1"]
     claim = tmp_path / f"{arm.name}-s0" / "claim.json"
 

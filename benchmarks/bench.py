@@ -1,0 +1,51 @@
+"""Benchmarks of speed, memory and cost, by name. Each prints its figures, and `--out` keeps them.
+
+python benchmarks/bench.py                    # lists them
+python benchmarks/bench.py step --out benchmarks/results/step.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+BENCHMARKS = {
+    "step": "a whole training step against TRL's",
+    "engine": "generation against `transformers.generate` and its continuous batching",
+    "engine_vllm": "the same against vLLM on the CPU",
+    "llm_update": "a step of a pretrained model against TRL's: time and memory",
+    "llm_generation": "generation with a pretrained model against `generate` and vLLM",
+    "llm_demo": "the demo with a pretrained model, several seeds",
+    "turns": "keys and values kept between the turns of a rollout",
+    "sharing": "what siblings begin with, computed once",
+    "histories": "rewritten histories of agents",
+    "trl_cost": "what a method costs inside TRL",
+    "scale_driver": "what a group costs the driver",
+    "rows": "a data set of many rows, before the first step",
+    "million": "a million rollouts through ledger, report and resume",
+    "million_prompts": "selecting among a million prompts",
+    "gpu_budget": "memory of runs on GPUs that are not here",
+}
+"""Module -> what it measures. A module has `run(options)`, and `add_options(parser)` if it has any of its own."""
+
+
+def main() -> None:
+    names = sys.argv[1:2]
+    if not names or names[0] not in BENCHMARKS:
+        print(__doc__)
+        print("\n".join(f"  {name:16s}{what}" for name, what in BENCHMARKS.items()))
+        sys.exit(0 if not names or names[0] in ("-h", "--help") else 2)
+    module = importlib.import_module(names[0])
+    parser = argparse.ArgumentParser(
+        prog=f"bench.py {names[0]}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    if hasattr(module, "add_options"):
+        module.add_options(parser)
+    module.run(parser.parse_args(sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    main()
