@@ -113,7 +113,8 @@ def around(arm: Arm) -> AbstractContextManager[None]:
 
 def of_run(run: Run) -> Summary:
     """Collapsed: ended with less than half of the held-out pass@1 that it started with."""
-    passed = [point.passed for point in run.data.curve]
+    evaluated = bool(run.series("eval/pass@1"))
+    passed = [point.passed for point in run.data.curve] if evaluated else []
     final = run.deployed["pass@1"]
     timed = [row for row in run.rows if (row["step"] - 1) % EVAL_STEPS >= WORKED_AHEAD]
     phases = ("seconds/generate", "seconds/update", "seconds/publish")
