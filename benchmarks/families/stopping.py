@@ -69,14 +69,15 @@ def stopped(run: Run) -> float:
     return 1 - float(np.mean(kept)) if kept else cut / sum(run.series("groups/rolled_out"))
 
 
-def of_run(run: Run, after: int = COLD_STEPS) -> Summary:
+def of_run(run: Run, after: int) -> Summary:
+    """Gate figures are means over the steps after so many."""
     keys = ("grad_norm", "reward", "frac_reward_zero_std", *(f"gate/arrol/{key}" for key in OF_GATE))
     middles = {phase: float(np.median(run.series(f"seconds/{phase}"))) for phase in ("generate", "update")}
     return summary(run) | metrics_of(run, keys, after) | {"stopped": stopped(run), "median_seconds": middles}
 
 
 def figures(runs: Mapping[str, Sequence[Run]]) -> Figures:
-    return {arm: [of_run(run) for run in of_arm] for arm, of_arm in runs.items()}
+    return {arm: [of_run(run, 0 if arm in CUT else COLD_STEPS) for run in of_arm] for arm, of_arm in runs.items()}
 
 
 def step_seconds(run: Summary) -> float | None:
