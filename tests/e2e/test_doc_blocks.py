@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from winnow import Trainer
+from winnow.config import load_config
 from winnow.engine.loading import load_tokenizer
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.types import Prompt
@@ -107,6 +108,18 @@ def run(page: str, names: dict[str, Any]) -> dict[str, Any]:
 def test_readme(world: Path) -> None:
     names = run("README.md", {})
     assert names["my_reward"](["4", "5"], ["4", "4"]) == [1.0, 0.0]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (settings,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    Path("mine.yaml").write_text(settings)
+    rows = [{"prompt": f"What is 2 + {i}?", "answer": "e"} for i in range(8)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("my_reward.py").write_text(blocks_of(ROOT / "README.md")[0])
+    short = ["max_steps=1", "prompts_per_step=2", "num_generations=4", "max_completion_length=64", "threads=1"]
+    config = load_config("mine.yaml", [*short, "max_skipped_steps=1", "learning_rate=1e-3", "env.test_size=2"])
+    try:
+        Trainer(config=config).train()
+    except RunStoppedError as error:
+        assert "no group with a signal" in str(error)  # noqa: PT017
     assert Path("runs/winnow/metrics.jsonl").exists()
 
 
