@@ -1,6 +1,6 @@
 """Stopping rollouts early: the mid-trajectory gate in small ALFWorld rooms, and ARRoL on short and on long answers.
 
-The gates of the rooms are those that `winnow gate calibrate` chose on 256 groups of the starting model with a precision
+The gates of the rooms are those that `winnow gate` chose on 256 groups of the starting model with a precision
 of 0.8. ARRoL's short answers are Countdown's, its long ones chain sums.
 """
 

@@ -252,11 +252,12 @@ def _ledger(data: bytes, folder: Path) -> object:
 
 def _gate_table(suffix: str) -> Callable[[bytes, Path], object]:
     def run(data: bytes, folder: Path) -> object:
-        from winnow.study.gate_tables import correlate, read_recorded
+        from winnow.study.gate_sweep import separation
+        from winnow.study.gate_tables import read_recorded
 
         file = folder / f"gate{suffix}"
         file.write_bytes(data)
-        return correlate(read_recorded(file))
+        return [separation(at, signal) for at in read_recorded(file).values() for signal in at.signals]
 
     return run
 

@@ -1,128 +1,25 @@
-"""Gates over recorded groups, against loops written from the definitions; hostile tables; the paper's buffer if given.
-
-The paper's own numbers are checked when WINNOW_GATE_FEATURES names the released table of its ALFWorld groups.
-"""
+"""Tables of recorded groups: the rows of a group, and hostile tables."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from typer.testing import CliRunner
 
-from winnow.cli.main import app
 from winnow.config import ConfigError, validate
 from winnow.env.row_files import DataError
 from winnow.methods.gate.recording import rows_of
 from winnow.record.records import Records
-from winnow.study.gate_effect import sweep
-from winnow.study.gate_tables import correlate, read_recorded
+from winnow.study.gate_tables import read_recorded
 from winnow.types import Fate, Turn
 
-from ..builders.gate_tables import SEVEN, T_MAX, command, make_rows, without, write
+from ..builders.gate_tables import SEVEN, make_rows, without, write
 from ..builders.groups import make_group
-
-# Against loops.
-
-
-@pytest.mark.parametrize("rule", ["or", "and", "mirror"])
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_a_sweep_is_what_counting_gives(tmp_path: Path, rule: Any, suffix: str) -> None:
-    rows = make_rows()
-    recorded = read_recorded(write(tmp_path / f"groups{suffix}", rows))
-    thresholds = [0.0, 0.2, 0.3, 0.35, 1.0]
-    got = iter(sweep(recorded, "action_entropy", thresholds, T_MAX, 0.4, rule))
-    for k in (10, 15):
-        here = [r for r in rows if r["K"] == k]
-        for threshold in thresholds:
-            row = next(got)
-            cut = []
-            for r in here:
-                below, ended = r["action_entropy"] < threshold, r["termination_fraction"]
-                late = ended <= 0.4 if rule == "mirror" else ended >= 0.4
-                if (below and late) if rule == "and" else (below or late):
-                    cut.append(r)
-            tp = [r for r in cut if r["label"] != "mixed"]
-            teaching = [r for r in here if r["label"] == "mixed"]
-            assert (row.k, row.threshold, row.groups) == (k, threshold, 40)
-            assert (row.cut, row.tp, row.fp) == (len(cut), len(tp), len(cut) - len(tp))
-            assert row.precision == (len(tp) / len(cut) if cut else None)
-            assert row.recall == len(tp) / (40 - len(teaching))
-            assert row.raw_pct == pytest.approx(100 * sum(T_MAX - k for _ in cut) / (40 * T_MAX))
-            assert row.safe_pct == pytest.approx(100 * sum(T_MAX - k for _ in tp) / (40 * T_MAX))
-            saved = sum(r["steps"] - min(8 * k, r["steps"]) for r in cut)
-            assert row.measured_pct == pytest.approx(100 * saved / sum(r["steps"] for r in here))
-            # The norm of GRPO's advantages, from rewards with such a variance: G - s successes of G = 8.
-            full = kept = 0.0
-            for r in here:
-                successes = next(s for s in range(9) if math.isclose(s / 8 * (1 - s / 8), r["reward_var"]))
-                rewards = np.array([1.0] * successes + [0.0] * (8 - successes))
-                squares = float((((rewards - rewards.mean()) / (rewards.std() + 1e-9)) ** 2).sum())
-                full += squares
-                kept += squares * (r not in cut)
-            assert row.kept_norm == pytest.approx(math.sqrt(kept / full), rel=1e-6)
-
-
-def test_without_steps_nothing_is_measured(tmp_path: Path) -> None:
-    path = write(tmp_path / "g.csv", without(make_rows(), "steps", "steps_k", "task_type", "label"))
-    assert all(row.measured_pct is None for row in sweep(read_recorded(path), SEVEN[0], [0.3], T_MAX))
-    result = CliRunner().invoke(app, ["gate", "sweep", str(path), "--k", "10", "--thresholds", "0.3,0", "--json"])
-    got = json.loads(result.stdout)
-    assert set(got[0]) == {
-        *("k", "signal", "threshold", "groups", "cut", "tp", "fp"),
-        *("precision", "recall", "safe_pct", "raw_pct", "kept_norm"),
-    }
-    assert (got[1]["cut"], got[1]["precision"]) == (0, None)
-
-
-def ranks(values: list[float]) -> list[float]:
-    return [sum(w < v for w in values) + (sum(w == v for w in values) + 1) / 2 for v in values]
-
-
-def test_correlations_are_what_pairs_give(tmp_path: Path) -> None:
-    pytest.importorskip("scipy")
-    rows = make_rows()
-    recorded = read_recorded(write(tmp_path / "g.csv", rows))
-    for by in (False, True):
-        found = correlate(recorded, by_task_type=by)
-        assert len(found) == 2 * 7 * (3 if by else 1)
-        for row in found:
-            here = [r for r in rows if r["K"] == row.k and (not by or r["task_type"] == row.task_type)]
-            x, y = [r[row.signal] for r in here], [r["reward_var"] for r in here]
-            assert row.spearman_rho == pytest.approx(np.corrcoef(ranks(x), ranks(y))[0, 1], abs=1e-12)
-            pairs = [(a, b) for a, u in zip(x, y, strict=True) for b, v in zip(x, y, strict=True) if u > 0 and v == 0]
-            assert row.auroc == pytest.approx(np.mean([(a > b) + (a == b) / 2 for a, b in pairs]), abs=1e-12)
-            assert row.groups == len(here)
-            assert row.p_value is not None
-            assert 0 <= row.p_value <= 1
-
-
-def test_without_scipy_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    path = write(tmp_path / "g.csv", make_rows())
-    with pytest.raises(ConfigError, match=r"pip install .*\[gate\]'"):
-        correlate(read_recorded(path))
-    assert sweep(read_recorded(path), SEVEN[0], [0.3], T_MAX), "nothing else needs it"
-
-
-def test_what_is_not_defined_is_null(tmp_path: Path) -> None:
-    pytest.importorskip("scipy")
-    rows = [r | {"action_entropy": 0.5} for r in make_rows() if r["label"] == "mixed"]
-    path = write(tmp_path / "g.csv", rows)
-    result = CliRunner().invoke(app, ["gate", "correlate", str(path), "--k", "10", "--json"])
-    for row in json.loads(result.stdout):
-        assert row["auroc"] is None
-        assert (row["spearman_rho"] is None) == (row["signal"] == "action_entropy")
-        assert "task_type" not in row
 
 
 def test_rows_of_a_group_can_be_read_back(tmp_path: Path) -> None:
@@ -254,50 +151,6 @@ def test_other_names_are_mapped(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             read_recorded(path, mapping)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["sweep", "FILE", "--signal", "prefix_edit_distanse"], "Did you mean 'prefix_edit_distance'"),
-        (["sweep", "FILE", "--thresholds", "low,high"], "expected numbers separated by commas"),
-        (["sweep", "FILE", "--thresholds", "nan"], "expected numbers"),
-        (["sweep", "FILE", "--k", "5"], "there is no K = 5; it has 10, 15"),
-        (["sweep", "FILE", "--t-max", "15"], "K = 15 is not below t_max = 15"),
-        (["sweep", "FILE", "--termination", "xor:0.9"], "expected a share, or or:SHARE, and:SHARE, mirror:SHARE"),
-        (["sweep", "FILE", "--termination", "and:"], "expected numbers"),
-        (["sweep", "FILE", "--termination", "and:or:0.9"], "expected a share"),
-        (["sweep", "FILE", "--termination", "0.9,0.5"], "expected one share"),
-        (["sweep", "FILE", "--termination", "90"], "expected one share"),
-        (["sweep", "FILE", "--map", "K"], "expected name=column"),
-        (["correlate", "FILE", "--by", "colour"], "only task_type"),
-    ],
-)
-def test_bad_arguments_are_one_clear_message(tmp_path: Path, arguments: list[str], message: str) -> None:
-    path = write(tmp_path / "g.csv", make_rows())
-    result = CliRunner().invoke(app, ["gate", *(str(path) if a == "FILE" else a for a in arguments)])
-    assert result.exit_code == 1
-    assert message in " ".join(result.stderr.split())
-    assert "Traceback" not in result.output
-
-
-@pytest.mark.parametrize(
-    ("given", "rule", "limit"), [("0.4", "or", 0.4), ("and:0.4", "and", 0.4), ("mirror:0.1", "mirror", 0.1)]
-)
-def test_rules_on_the_command_line(tmp_path: Path, given: str, rule: Any, limit: float) -> None:
-    path = write(tmp_path / "g.csv", make_rows())
-    rows = command("sweep", path, "--termination", given, "--thresholds", "0.3")
-    wanted = sweep(read_recorded(path), "prefix_edit_distance", [0.3], T_MAX, limit, rule)
-    assert [(r["cut"], r["tp"]) for r in rows] == [(r.cut, r.tp) for r in wanted]
-
-
-def test_the_tables_for_people(tmp_path: Path) -> None:
-    pytest.importorskip("scipy")
-    path = str(write(tmp_path / "g.csv", make_rows()))
-    for call in (["sweep", path], ["correlate", path, "--by", "task_type"]):
-        result = CliRunner().invoke(app, ["gate", *call])
-        assert result.exit_code == 0
-        assert "…" not in result.stdout
 
 
 # Weights and runs.

@@ -1,4 +1,4 @@
-"""Gates over recorded groups: the cuts of a threshold, and how well a signal predicts worthless groups.
+"""Tables of recorded groups, for sweeps of a gate.
 
 The input is a table with one row per group and evaluation step: `K, task_id, reward_var` (population variance of the
 final rewards of the whole group) and the signals of `gate/signals.py` at that step. Optional are `task_type`, `label`
@@ -11,7 +11,6 @@ average below is of those (Horvitz and Thompson 1952). Other columns are ignored
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from ..base.install import install
 from ..config import ConfigError, suggestion
 from ..env.row_files import read_file
-from ..methods.gate.divergence import TERMINATION
-from ..methods.gate.signals import SIGNALS
+from ..methods.gate.signals import SIGNALS, TERMINATION
 from ..record.records import GATE
 
 ZERO = 1e-16
@@ -118,6 +115,23 @@ Groups = Mapping[int, Recorded]
 def some(recorded: Groups, rows_M: np.ndarray) -> dict[int, Recorded]:
     """Return some of the groups, by index; for tables that hold the same groups in one order at every K."""
     return {k: at.only(rows_M) for k, at in recorded.items()}
+
+
+def aligned(recorded: Groups) -> dict[int, Recorded]:
+    """Return the same groups in one order at every K. Raises ConfigError when the Ks hold different ones."""
+    ks = sorted(recorded)
+    first = recorded[ks[0]]
+    place = {task: i for i, task in enumerate(first.columns["task_id"])}
+    groups = {}
+    for k in ks:
+        at = recorded[k]
+        if odd := set(place) ^ set(at.columns["task_id"]):
+            raise ConfigError(
+                f"{at.source}: K = {first.k} and K = {k} hold different groups, e.g. '{min(odd)}', so their savings "
+                "cannot be compared; record every group at every K, or choose one with --k"
+            )
+        groups[k] = at.only(np.argsort([place[task] for task in at.columns["task_id"]]))
+    return groups
 
 
 def rows_by_type(at: Recorded) -> dict[str, np.ndarray]:
@@ -250,65 +264,3 @@ def can_be_cut(at: Recorded) -> str:
         return f"at K = {at.k} somebody still runs in {can:g} of {n:g} groups"
     reason = "the table has no columns steps and steps_k, which tell who ended with step K itself"
     return f"at K = {at.k} somebody still runs in at most {can:g} of {n:g} groups ({reason})"
-
-
-@dataclass(frozen=True)
-class Correlation:
-    """How well a signal at step k predicts the reward variance. None if a quantity is not defined (no spread)."""
-
-    k: int
-    task_type: str | None
-    signal: str
-    groups: float
-    zero_variance: float
-    spearman_rho: float | None
-    """Rank correlation with the reward variance (table 7)."""
-    p_value: float | None
-    """None, too, for a table with weights: its rows are no sample in which each counts once."""
-    auroc: float | None
-    """Chance that a group with variance has the higher value than one without (ties count half)."""
-
-
-def correlate(recorded: Groups, *, by_task_type: bool = False) -> list[Correlation]:
-    """Return one row per evaluation step and signal; with `by_task_type` for each type alone.
-
-    Raises ConfigError when the table has no types, or scipy is not installed.
-    """
-    rows = []
-    for at in recorded.values():
-        if not by_task_type:
-            rows += [_correlation(at, name, None) for name in at.signals]
-            continue
-        for kind, rows_M in rows_by_type(at).items():
-            part = at.only(rows_M)
-            rows += [_correlation(part, name, kind) for name in part.signals]
-    return rows
-
-
-def _correlation(at: Recorded, signal: str, task_type: str | None) -> Correlation:
-    try:
-        from scipy import stats
-    except ImportError:
-        raise ConfigError(f"rank correlations need scipy; {install('gate')}") from None
-    value_N, variance_N, zero_N, w_N = at.columns[signal], at.columns["reward_var"], at.zero_N, at.weights_N
-    zero, teaching = float(w_N[zero_N].sum()), float(w_N[~zero_N].sum())
-    rank_N, other_N = midranks(value_N, w_N), midranks(variance_N, w_N)
-    rho = p = auroc = None
-    if np.ptp(value_N) > 0 and np.ptp(variance_N) > 0:
-        covariance = np.cov(rank_N, other_N, aweights=w_N)
-        rho = float(covariance[0, 1] / np.sqrt(covariance[0, 0] * covariance[1, 1]))
-        if "weight" not in at.columns:
-            p = float(stats.spearmanr(value_N, variance_N).pvalue)
-        if p is not None and not math.isfinite(p):
-            p = None  # only two groups
-    if zero and teaching:
-        auroc = float((w_N * rank_N)[~zero_N].sum() - teaching**2 / 2) / (zero * teaching)
-    return Correlation(at.k, task_type, signal, at.count(w_N > 0), at.count(zero_N), rho, p, auroc)
-
-
-def midranks(value_N: np.ndarray, weight_N: np.ndarray) -> np.ndarray:
-    """Return the weight of all lower values and half that of equal ones, float [N]; without weights, ranks from 1/2."""
-    _, index_N = np.unique(value_N, return_inverse=True)
-    per_M = np.bincount(index_N, weight_N)
-    ranks: np.ndarray = (np.cumsum(per_M) - per_M / 2)[index_N]
-    return ranks

@@ -24,11 +24,10 @@ from ...types import KEEP, EnvStep, Group, GroupKind, GroupView, Verdict
 from ..base import RunFacts
 from .base import Gate, GateContext, of_gate
 from .refit import Refit
-from .signals import SIGNALS
+from .signals import SIGNALS, TERMINATION
 
 Rule = Literal["or", "and", "mirror"]
 RULES: Final[tuple[Rule, ...]] = ("or", "and", "mirror")
-TERMINATION = "termination_fraction"
 
 
 def fires(value: Any, threshold: float, ended: Any = None, limit: float | None = None, rule: Rule = "or") -> np.ndarray:
@@ -151,21 +150,17 @@ class Divergence:
 DEFAULTS: Final = Divergence()
 
 
-def config_entry(rest: OfType | None, types: Mapping[str, OfType | None], termination: float | None) -> dict[str, Any]:
-    """Return a run's `gates` entry for a calibration's choice, for all groups and by task type; None: never."""
-    entry: dict[str, Any] = {"name": "divergence"}
+def config_entry(rest: OfType | None, types: Mapping[str, OfType | None]) -> dict[str, Any]:
+    """Return a run's `gates` entry for gates of one step each, of all groups and by task type; None: never."""
     own: dict[str, Any] = {}
     for kind, gate in types.items():
         own[kind] = 0 if gate is None else {"signal": gate.signal, "steps": gate.steps}
     if rest is None:
-        entry |= {"k": min(k for gate in types.values() if gate is not None for k in gate.steps), "threshold": 0.0}
-    elif len(rest.steps) == 1:
-        [(k, threshold)] = rest.steps.items()
-        entry |= {"signal": rest.signal, "k": k, "threshold": threshold}
+        k = min(k for gate in types.values() if gate is not None for k in gate.steps)
+        entry: dict[str, Any] = {"name": "divergence", "k": k, "threshold": 0.0}
     else:
-        entry |= {"signal": rest.signal, "steps": rest.steps}
-    if termination is not None:
-        entry["termination"] = termination
+        [(k, threshold)] = rest.steps.items()
+        entry = {"name": "divergence", "signal": rest.signal, "k": k, "threshold": threshold}
     return entry | ({"per_task_type": own} if own else {})
 
 

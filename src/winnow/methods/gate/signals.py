@@ -110,6 +110,8 @@ SIGNALS: dict[str, Signal] = {
     )
 }
 """Name -> signal, in the order of the paper's table 7."""
+TERMINATION: Final = termination_fraction.__name__
+"""Not a divergence: a gate's `termination` limits it."""
 
 
 def _check(actions: Strings, observations: Strings, k: int) -> None:
