@@ -21,7 +21,7 @@ METHODS: dict[str, Any] = {
     "group_size": {"name": "adaptive_k", "window": 1, "tau": 0.1, "high": 6},
     "gates": [
         {"name": "arrol", "at": 2, "cold_start": 1, "head_width": 4},
-        {"name": "divergence", "k": 1, "threshold": 0.6, "refit_every": 1},
+        {"name": "divergence", "k": 1, "threshold": 0.6},
     ],
     "audit": {"epsilon": 0.5, "max_signal_loss": 0.5},
     "step_scale": {"name": "ess", "reference": "measured"},

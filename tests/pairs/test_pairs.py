@@ -53,8 +53,7 @@ CHANGES: dict[str, Settings] = {
     "other order of gates": {"gates": [CUT, HEAD], "max_lag": 1, "sync": "in_process"},
     "three gates and adapters": {"gates": [HEAD, CUT, {"name": "random", "k": 2}], "lora": {"r": 2}},
     "clipped": {"policy_loss": "clip", "advantage": "grpo", "correction": "m2po", "num_iterations": 2, "beta": 0.05},
-    "refit and steered": {
-        "gates": [HEAD, CUT | {"refit_every": 1}],
+    "steered": {
         "audit": {"epsilon": 0.5, "max_signal_loss": 0.5},
         "advantage": {"name": "max_at_k", "k": 2},
     },

@@ -3,19 +3,18 @@
 Trajectories that agree so far mostly end with the same reward, and such a group teaches nothing. The gate decides at
 step k, when every trajectory has taken k steps or ended. It cuts if the group's divergence signal (signals.py) is under
 a threshold (eq. 2), or, with the OR rule (eq. 3), if enough trajectories have ended. Beyond the paper: several
-evaluation steps with a threshold each, of which the first that fires cuts; thresholds by task type; a cut of groups
-without progress, by the environment's progress number; and a threshold refitted during training (refit.py).
+evaluation steps with a threshold each, of which the first that fires cuts; thresholds by task type; and a cut of groups
+without progress, by the environment's progress number.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
@@ -23,25 +22,7 @@ from ...config import suggestion
 from ...types import KEEP, EnvStep, Group, GroupKind, GroupView, Verdict
 from ..base import RunFacts
 from .base import Gate, GateContext, of_gate
-from .refit import Refit
 from .signals import SIGNALS, TERMINATION
-
-Rule = Literal["or", "and", "mirror"]
-RULES: Final[tuple[Rule, ...]] = ("or", "and", "mirror")
-
-
-def fires(value: Any, threshold: float, ended: Any = None, limit: float | None = None, rule: Rule = "or") -> np.ndarray:
-    """Return whether to cut: bool, of the shape of `value`. Numbers or arrays, one entry per group.
-
-    Without `limit`: value < threshold. With it the termination fraction `ended` counts too. `or` cuts if value <
-    threshold or ended >= limit (eq. 3), `and` if both hold. `mirror` cuts if value < threshold or ended <= limit
-    (appendix E.9's attempt at groups that fail throughout).
-    """
-    below: np.ndarray = np.asarray(value) < threshold
-    if limit is None:
-        return below
-    many: np.ndarray = np.asarray(ended) <= limit if rule == "mirror" else np.asarray(ended) >= limit
-    return below & many if rule == "and" else below | many
 
 
 def stuck(view: GroupView, sound: list[int], limit: float, k: int) -> Verdict:
@@ -77,18 +58,13 @@ class Divergence:
     steps: dict[int, float] = field(default_factory=dict)
     """Several evaluation steps with their thresholds, in place of `k` and `threshold`."""
     termination: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Limit on the share of ended trajectories; with it, that share counts too."""
-    rule: Literal["or", "and"] = "or"
+    """Also cut when at least this share of trajectories has ended (the OR rule)."""
     progress: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Also cut when the best progress of a trajectory, as its environment reports it, is at most this."""
     per_task_type: dict[str, float | dict[int, float] | OfType] = field(default_factory=dict)
     """Task type -> a threshold at `k`, its own steps, a `signal` and `steps`, or 0 for never. Other types: as above."""
     task_type: str = "task_type"
     """Column of the prompts that holds the type."""
-    refit_every: NonNegativeInt = 0
-    """Refit the threshold every so many optimizer steps, from observed groups; 0: never. Needs `audit`."""
-    precision: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """With `refit_every`: lowest share of cuts that must be right."""
 
     def __post_init__(self) -> None:
         for signal in (self.signal, *map(self.signal_of, self.per_task_type)):
@@ -96,9 +72,6 @@ class Divergence:
                 raise ValueError(f"signal: there is no {signal!r}.{suggestion(signal, list(SIGNALS))}")
         if self.steps and (self.k, self.threshold) != (Divergence.k, Divergence.threshold):
             raise ValueError("k and threshold have no effect with steps; remove them, or steps")
-        if self.rule == "and" and self.termination is None:
-            raise ValueError("rule: and needs termination, the share of trajectories that must have ended")
-        self._check_refit()
         if self.task_type != Divergence.task_type and not self.per_task_type:
             raise ValueError("task_type has no effect without per_task_type; remove it")
         if self.steps and any(own and isinstance(own, (int, float)) for own in self.per_task_type.values()):
@@ -109,13 +82,6 @@ class Divergence:
                     raise ValueError(f"k counts environment steps from 1, not {k}")
                 if not 0 <= threshold <= 1:
                     raise ValueError(f"the threshold at step {k} must lie in [0, 1], not {threshold}")
-
-    def _check_refit(self) -> None:
-        if self.precision != Divergence.precision and not self.refit_every:
-            raise ValueError("precision has no effect without refit_every; remove it")
-        for name in ("steps", "termination", "progress", "per_task_type"):
-            if self.refit_every and getattr(self, name) != getattr(DEFAULTS, name):
-                raise ValueError(f"refit_every chooses one threshold, at k; remove {name}, or refit_every")
 
     def plan(self, task_type: str | None = None) -> dict[int, float]:
         """Return step -> threshold, for a task type."""
@@ -133,9 +99,7 @@ class Divergence:
         return own.signal if isinstance(own, OfType) else self.signal
 
     def problems(self, run: RunFacts) -> Iterator[str]:
-        """Yield task types without a prompt, and a refit without data."""
-        if self.refit_every and run.config.audit is None:
-            yield "refit_every needs audits, to see what the gate cuts; set audit: {epsilon: 0.2}, or remove it"
+        """Yield task types without a prompt."""
         if not self.per_task_type:
             return
         known = {str(p.columns[self.task_type]) for p in run.prompts if p.columns.get(self.task_type) is not None}
@@ -145,9 +109,6 @@ class Divergence:
 
     def build(self, context: GateContext) -> DivergenceGate:
         return DivergenceGate(self, context)
-
-
-DEFAULTS: Final = Divergence()
 
 
 def config_entry(rest: OfType | None, types: Mapping[str, OfType | None]) -> dict[str, Any]:
@@ -169,8 +130,6 @@ class DivergenceRule:
     """Decides by the signals of the siblings present; siblings that failed or were pruned are no evidence."""
 
     options: Divergence
-    threshold: float | None = None
-    """Refitted threshold; None: that of the options."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
@@ -191,8 +150,6 @@ class DivergenceRule:
         there = [i for i, absent in enumerate(view.absent or (False,) * len(view.actions)) if not absent]
         if threshold is None or len(there) < 2:
             return KEEP
-        if self.threshold is not None:
-            threshold = self.threshold
         actions, observations = [view.actions[i] for i in there], [view.observations[i] for i in there]
         values = {name: SIGNALS[name](actions, observations, k) for name in {signal, TERMINATION}}
         verdict = self.converged(values, signal, threshold, k)
@@ -202,13 +159,14 @@ class DivergenceRule:
 
     def converged(self, values: Mapping[str, float], signal: str, threshold: float, k: int) -> Verdict:
         """Cut or keep a group by its signals at step `k`; the reason of a cut names signal, value, threshold and k."""
-        o, value, ended = self.options, values[signal], values[TERMINATION]
-        if not fires(value, threshold, ended, o.termination, o.rule):
+        value, ended, limit = values[signal], values[TERMINATION], self.options.termination
+        if value < threshold:
+            reason = f"{signal} {value:.4g} < {threshold:g}"
+        elif limit is not None and ended >= limit:
+            reason = f"{TERMINATION} {ended:.4g} >= {limit:g}"
+        else:
             return KEEP
-        found = [f"{signal} {value:.4g} < {threshold:g}"] if value < threshold else []
-        if o.termination is not None and (o.rule == "and" or not found):
-            found.append(f"{TERMINATION} {ended:.4g} >= {o.termination:g}")
-        return Verdict(False, f"converged: {' and '.join(found)} at step {k}", counts_as=GroupKind.UNKNOWN)
+        return Verdict(False, f"converged: {reason} at step {k}", counts_as=GroupKind.UNKNOWN)
 
     def _task_type(self, view: GroupView) -> str | None:
         if not self.options.per_task_type:
@@ -223,55 +181,37 @@ class DivergenceRule:
 
 
 class DivergenceGate(Gate):
-    """Counts decisions, and with `refit_every` moves the threshold."""
+    """Counts decisions."""
 
     def __init__(self, options: Divergence, context: GateContext) -> None:
         self.options = options
         self.name = context.name
-        self.judge = context.judge
-        self.refit = Refit(options.threshold, options.refit_every, options.precision) if options.refit_every else None
         self._values: dict[str, list[float]] = {}
         """Signal -> its value at each decision."""
         self._cut = 0
 
     def rule(self) -> DivergenceRule:
-        return DivergenceRule(self.options, None if self.refit is None else self.refit.threshold)
+        return DivergenceRule(self.options)
 
     def observe(self, group: Group) -> None:
-        """With `refit_every`, learn from groups with a decision that ran to their end."""
-        taken = [d.verdict for d in of_gate(group.decisions, self.name)]
-        judged = [(signal, verdict) for verdict in taken for signal in SIGNALS if signal in verdict.evidence]
-        for signal, verdict in judged:  # audits have their own entries in the evidence
-            self._values.setdefault(signal, []).append(verdict.evidence[signal])
-            self._cut += verdict.removes
-        members = group.siblings
-        if self.refit is not None and judged and all(r.reward is not None for r in members):
-            value = judged[-1][1].evidence[self.options.signal]
-            zero_variance = self.judge.by_rewards(group).zero_variance
-            decisions = list(group.decisions)
-            for rollout in members:
-                decisions += rollout.decisions
-            self.refit.observe(value, zero_variance, math.prod(d.verdict.probability for d in decisions))
+        for decision in of_gate(group.decisions, self.name):
+            verdict = decision.verdict
+            for signal in SIGNALS:
+                if signal in verdict.evidence:  # audits have their own entries in the evidence
+                    self._values.setdefault(signal, []).append(verdict.evidence[signal])
+                    self._cut += verdict.removes
 
     def end_step(self) -> None:
         self._values, self._cut = {}, 0
-        if self.refit is not None:
-            self.refit.end_step()
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of decisions on this step's groups: their number, the share cut, each signal's mean.
 
-        Empty without decisions. With `refit_every` also the threshold, and the number of groups for the next refit.
+        Empty without decisions.
         """
-        found = dict(self.refit.metrics()) if self.refit is not None else {}
-        if asked := sum(map(len, self._values.values())):
-            found |= {"asked": float(asked), "cut_share": self._cut / asked}
-            found |= {signal: float(np.mean(values)) for signal, values in self._values.items()}
-        return {f"gate/{self.name}/{name}": value for name, value in found.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.refit is None else self.refit.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.refit is not None:
-            self.refit.load_state_dict(state)
+        asked = sum(map(len, self._values.values()))
+        if not asked:
+            return {}
+        figures = {"asked": float(asked), "cut_share": self._cut / asked}
+        figures |= {signal: float(np.mean(values)) for signal, values in self._values.items()}
+        return {f"gate/{self.name}/{name}": value for name, value in figures.items()}
