@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-PRUNING = {"name": "arrol", "quality": "logprob", "at": 2, "cold_start": 1}
+PRUNING = {"name": "arrol", "at": 2, "cold_start": 1}

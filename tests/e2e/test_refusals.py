@@ -61,12 +61,6 @@ class TestRefusals:
         ):
             Trainer(config=tiny_config | {"lora": {"r": 2, "merge": False}})
 
-    def test_unbiased_weights_beside_a_filter(self, tiny_config: dict[str, Any]) -> None:
-        """Which groups a filter takes depends on their survivors, and no weight of a survivor knows that."""
-        gates = {"gates": [{"name": "arrol", "at": 3, "unbiased": True}]}
-        with pytest.raises(ConfigError, match="unbiased cannot weigh a batch from which a filter took groups"):
-            Trainer(config=tiny_config | gates | {"filter": "zero_variance"})
-
     def test_more_steps_on_resume_are_fine(self, tiny_config: dict[str, Any], tmp_path: Path) -> None:
         train(tiny_config | {"max_steps": 2})
         run = Path(tiny_config["output_dir"])

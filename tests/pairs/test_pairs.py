@@ -57,8 +57,8 @@ CHANGES: dict[str, Settings] = {
         "audit": {"epsilon": 0.5, "max_signal_loss": 0.5},
         "advantage": {"name": "max_at_k", "k": 2},
     },
-    "confidence and progress": {
-        "gates": [HEAD | {"quality": "confidence"}, CUT | {"progress": 0.3}],
+    "progress": {
+        "gates": [HEAD, CUT | {"progress": 0.3}],
         "advantage": "otb",
         "tokens_per_microbatch": 40,
         "mask_truncated_completions": True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from winnow.base.array_json import pack
 from winnow.methods.gate.arrol.gate import Arrol
 from winnow.methods.gate.arrol.head import FILE, Example, HeadWeights, QualityHead
-from winnow.methods.gate.arrol.rule import ArrolRule
 from winnow.methods.gate.arrol.stats import Realised
 from winnow.methods.predictions import auroc
 
-from ..builders.arrol import H, built, play, view
+from ..builders.arrol import H, built, play
 
 
 def test_a_head_that_diverges_is_thrown_away() -> None:
@@ -145,26 +143,6 @@ def test_reliability_sums_add_up_to_what_was_seen() -> None:
     assert not any(key.startswith("reliability/5") for key in found)
 
 
-def test_a_head_of_hidden_states_alone_never_looks_at_the_logp() -> None:
-    """As the paper has it; the default sees both, and is to the last bit what it was."""
-    rng, heads = np.random.default_rng(0), (QualityHead(0, with_logp=False), QualityHead(0))
-    for _ in range(6):
-        for _ in range(64):
-            hidden, logp = rng.normal(size=H).astype(np.float32), float(-rng.random())
-            for head in heads:
-                head.observe(Example(hidden, logp, bool(hidden[0] + 3 * logp + 1 > 0), 1.0))
-        for head in heads:
-            head.fit()
-    state = json.loads(json.dumps(heads[0].state_dict()))
-    again = QualityHead(0, with_logp=False)
-    again.load_state_dict(state)
-    hidden = rng.normal(size=H).astype(np.float32)
-    assert heads[0].weights.score(hidden, -0.1) == heads[0].weights.score(hidden, -3.0)
-    assert again.weights.score(hidden, -3.0) == heads[0].weights.score(hidden, -0.1)
-    assert not heads[0].weights.layers[0][:, -1].any()
-    assert heads[1].weights.score(hidden, -0.1) != heads[1].weights.score(hidden, -3.0)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -199,21 +177,3 @@ def test_width_and_learning_rate_are_those_of_the_options(width: int, rate: floa
     assert gate.head.weights.layers[0].shape == (width, H + 1)
     assert gate.head._optimizer is not None
     assert gate.head._optimizer.param_groups[0]["lr"] == rate
-
-
-def test_by_sigmoid_a_score_is_the_heads_own_chance_of_success() -> None:
-    gate = built(Arrol(at=4, cold_start=1, scale="sigmoid", bins=8))
-    play(gate, 3)
-    rule, rng = gate.rule(), np.random.default_rng(4)
-    views = [view(900, i, 8, rng.normal(size=H)) for i in range(8)]
-    for asked, verdict in zip(views, rule.decide(views), strict=True):
-        assert asked.hidden is not None
-        assert rule.head is not None
-        logit = rule.head.score(asked.hidden, -0.5)
-        assert verdict.evidence["score"] == pytest.approx(1 / (1 + np.exp(-logit)))
-        assert verdict.evidence["q"] == rule.q_B[int(verdict.evidence["score"] * 8)]
-    assert rule.head is not None
-    assert len(rule.q_B) == len(rule.survival_B) == 8
-    assert len(rule.scale_M) == 0
-    huge = ArrolRule.decide(replace(rule, head=HeadWeights([1e4 * x for x in rule.head.layers])), views)
-    assert {v.evidence["score"] for v in huge} <= {0.0, 1.0}, "no overflow"

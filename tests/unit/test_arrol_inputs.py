@@ -38,13 +38,12 @@ def sampled(model: Path, gate: ArrolGate, **params: Any) -> list[Group]:
     return groups
 
 
-@pytest.mark.parametrize("quality", ["head", "logprob"])
 @pytest.mark.parametrize("params", [{"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 5}, {"temperature": 1.7}])
 def test_the_predictor_sees_what_the_model_thinks_however_it_is_sampled(
-    tiny_model: Path, quality: str, params: dict[str, Any]
+    tiny_model: Path, params: dict[str, Any]
 ) -> None:
     """Its input for the same tokens is that of temperature 1; how much siblings agree is that of the sampler."""
-    gate = built(Arrol(at=4, quality=quality))  # type: ignore[arg-type]
+    gate = built(Arrol(at=4))
     groups, model = sampled(tiny_model, gate, **params), AutoModelForCausalLM.from_pretrained(tiny_model)
     rollouts = [r for g in groups for r in g.rollouts if r.decisions]
     assert len(rollouts) >= 5
@@ -57,7 +56,7 @@ def test_the_predictor_sees_what_the_model_thinks_however_it_is_sampled(
         np.testing.assert_allclose(r.raw_logp, logp_T, atol=1e-4)
         assert mean_logp(r) == pytest.approx(logp_T.mean(), abs=1e-5)
         evidence = r.decisions[0].verdict.evidence
-        assert evidence["logp" if quality == "head" else "raw"] == pytest.approx(logp_T[:4].mean(), abs=1e-4)
+        assert evidence["logp"] == pytest.approx(logp_T[:4].mean(), abs=1e-4)
         assert evidence["novelty"] == pytest.approx(novelty_of(float(r.sampler_logp[:4].mean()), 4, 3))
         assert not np.allclose(r.sampler_logp, r.raw_logp, atol=1e-3)
 

@@ -164,11 +164,10 @@ def test_jobs_find_their_prompts_by_purpose() -> None:
         assert job_from(travelled(job_state(job)), prompts) == job
 
 
-@pytest.mark.parametrize("quality", ["head", "confidence"])
-def test_a_sampled_group_of_a_gate_comes_back_whole_and_teaches_the_same(tiny_model: Path, quality: Any) -> None:
+def test_a_sampled_group_of_a_gate_comes_back_whole_and_teaches_the_same(tiny_model: Path) -> None:
     policy = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     task, context = ToyTask(), GateContext("arrol")
-    direct, through = (Arrol(at=3, cold_start=1, quality=quality, min_survivors=0).build(context) for _ in range(2))
+    direct, through = (Arrol(at=3, cold_start=1, min_survivors=0).build(context) for _ in range(2))
     rewarder = Rewarder(task.reward_funcs)
     options = RolloutOptions(SamplingParams(12), 32, seed=0)
     runner = RolloutRunner(LocalEngine(*policy, slots=8), task, policy[1], rewarder, {"train": options})
@@ -189,7 +188,7 @@ def test_a_sampled_group_of_a_gate_comes_back_whole_and_teaches_the_same(tiny_mo
     rewarder.close()
     rollouts = [r for g in again for r in g.rollouts]
     assert any(r.fate == Fate.PRUNED for r in rollouts)
-    assert any((r.last_hidden if quality == "head" else r.confidence) is not None for r in rollouts)
+    assert any(r.last_hidden is not None for r in rollouts)
     assert any(len(r.decisions) == 1 for r in rollouts)
     assert through.state_dict() == direct.state_dict()
 

@@ -108,7 +108,7 @@ def defaults_of(table: str, key: str) -> dict[str, object]:
         ("configuration.md", "| key | default |", "", "", 60),
         ("active-rloo.md", "| option of `filter` |", "filter", "zero_variance", 3),
         ("active-rloo.md", "| option of `group_size", "group_size", "adaptive_k", 3),
-        ("arrol.md", "| option | default |", "gates", "arrol", 13),
+        ("arrol.md", "| option | default |", "gates", "arrol", 9),
         ("gate.md", "| option | default |", "gates", "divergence", 3),
         ("greso.md", "| option of `selector` |", "selector", "greso", 7),
     ],

@@ -233,11 +233,6 @@ class TestLists:
             (["winnow_test_rules:AtLeast", "zero_variance"], {"advantage": "remax"}, "zero_variance takes groups"),
             ([{"name": "zero_variance", "refill": False, "max_refill_rounds": 2}], {}, "has no effect with refill"),
             ("winnow_test_rules:Learning", {"advantage": "remax"}, "Learning takes groups with equal rewards"),
-            (
-                "winnow_test_rules:Learning",
-                {"gates": [{"name": "arrol", "unbiased": True}]},
-                "arrol: unbiased cannot weigh a batch",
-            ),
             ({"name": "winnow_test_rules:Learning", "filter_": "x"}, {}, "Learning builds a str, not a Filter; derive"),
         ],
     )

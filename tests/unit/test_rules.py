@@ -37,13 +37,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "random": ("random", {"k": 2, "share": 0.4}),
     "head": ("arrol", {"at": 4, "cold_start": 1}),
     "cold": ("arrol", {"at": 4}),
-    "paper": (
-        "arrol",
-        {"at": 4, "cold_start": 1, "head_inputs": "hidden", "head_lr": 3e-4, "scale": "sigmoid", "bins": 10},
-    ),
-    "confidence": ("arrol", {"quality": "confidence", "cold_start": 1, "min_survivors": 0}),
-    "logprob": ("arrol", {"quality": "logprob", "at": 4, "cold_start": 1, "balance": "literal"}),
-    "distinct": ("arrol", {"quality": "logprob", "at": 4, "cold_start": 1, "balance": "distinct"}),
+    "lengths": ("arrol", {"head_lr": 3e-4, "bins": 10, "cold_start": 1, "min_survivors": 0}),
+    "distinct": ("arrol", {"at": 4, "cold_start": 1, "balance": "distinct"}),
 }
 
 
@@ -134,7 +129,7 @@ def test_a_rule_decides_the_same_after_a_journey(case: str, audited: bool) -> No
 
 def test_what_was_learned_is_in_the_rule() -> None:
     """A rule is as of the step it was made in, whatever the gate learns afterwards."""
-    for case in ("head", "confidence"):
+    for case in ("head", "lengths"):
         gate = taught(case)
         name, rule = CASES[case][0], gate.rule()
         groups = views_of(rule, 5000)
@@ -204,7 +199,7 @@ def test_an_override_keeps_the_probability_it_was_drawn_with() -> None:
 
 def test_a_group_is_judged_where_it_was_to_be_asked_not_where_a_newer_rule_would() -> None:
     """Groups in flight keep their gate point when a rule with another comes; earlier turns count for copies, too."""
-    spec = {"name": "arrol", "quality": "logprob", "cold_start": 1, "balance": "distinct"}
+    spec = {"name": "arrol", "cold_start": 1, "balance": "distinct"}
     old, new = (method(GATES, spec | {"at": n}, "gates").build(GateContext("arrol")).rule() for n in (8, 2))
     asked = view(0, 0, 4, np.zeros(H), logp=-0.1, n=8)
     assert old.decide([asked])[0].evidence == new.decide([asked])[0].evidence

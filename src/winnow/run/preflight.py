@@ -157,11 +157,6 @@ def require_whole_groups(c: RunConfig, m: Methods, comparing: Mapping[str, bool 
             f"{compares}, but advantage: {name_of(c.advantage)} subtracts the reward of a greedy rollout, which is "
             "scored alone; use another advantage"
         )
-    if marked and c.gates and step_options(c).unbiased:
-        raise ConfigError(
-            f"{compares}, but unbiased weights need rewards that do not depend on which siblings were pruned; remove "
-            "unbiased, or gates"
-        )
     if unmarked and m.group_size.in_parts:
         warnings.warn(
             f"group_size: {name_of(c.group_size)} scores the first {m.group_size.smallest} of a group before the "

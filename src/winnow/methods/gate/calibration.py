@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,7 +13,6 @@ from ...base.array_json import Packed
 from ...base.state import State
 from .window import FLOATS, TRUTHS, Columns, Window
 
-Balance = Literal["target", "literal"]
 BISECTIONS = 100
 
 
@@ -89,23 +88,22 @@ def survival_probabilities(
     target: float = 0.5,
     strength: float = 1.0,
     p_min: float = 0.05,
-    balance: Balance = "target",
 ) -> np.ndarray:
     """Return the chance of survival, float64 [N], for chances of success `q` [N] (equation 2, appendix A.4).
 
         p = clip(keep_rate + strength * slope * (q - mean) + b, p_min, 1)
 
     mean and variance are those of `buffer_q` [M], recent rollouts pruned or not. b comes from bisection so that the
-    mean of p over them is `keep_rate`, where `p_min` permits. `target`: slope = keep_rate (target - mean) / variance.
-    If nothing is clipped and `strength` is 1, the expected share of successes among survivors is then `target`, from
-    either side. `literal`: slope = -1, the form printed in the paper; with b solved for, it ignores `target` and lowers
-    the share of successes. An empty buffer, or one without variance, gives every rollout the keep rate.
+    mean of p over them is `keep_rate`, where `p_min` permits. With slope = keep_rate (target - mean) / variance, if
+    nothing is clipped and `strength` is 1, the expected share of successes among survivors is `target`, from either
+    side. The paper prints slope = -1, which with b solved for lowers the share of successes. An empty buffer, or one
+    without variance, gives every rollout the keep rate.
     """
     q_N, buffer_M = np.atleast_1d(np.asarray(q, np.float64)), np.asarray(buffer_q, np.float64).ravel()
     mean, variance = (buffer_M.mean(), buffer_M.var()) if len(buffer_M) else (0.0, 0.0)
     if variance < 1e-12:
         return np.full(len(q_N), max(keep_rate, p_min))
-    slope = strength * (keep_rate * (target - mean) / variance if balance == "target" else -1.0)
+    slope = strength * keep_rate * (target - mean) / variance
     value_U, count_U = np.unique(buffer_M, return_counts=True)
     x_U, share_U, floor = keep_rate + slope * (value_U - mean), count_U / len(buffer_M), max(keep_rate, p_min)
     low, high = p_min - x_U.max(), 1 - x_U.min()

@@ -19,7 +19,7 @@ from ..base import Gate, GateContext
 from ..calibration import BINS, BinnedPosterior, PosteriorState, bin_of, survival_factor, survival_probabilities
 from ..window import FLOATS, INTS, Columns, Window
 from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_logp
-from .rule import ArrolRule, Quality, Scale
+from .rule import ArrolRule
 from .stats import Realised
 
 REMEMBERED = 2048
@@ -32,16 +32,10 @@ FIRST_AT = 16
 class Arrol:
     """Prune single rollouts at a token, by their predicted chance of success, towards a balanced group (ARRoL)."""
 
-    quality: Quality = "head"
-    """Predictor: a trained head, DeepConf's trace confidence, or the mean log-probability so far."""
-    head_inputs: Literal["hidden+logp", "hidden"] = "hidden+logp"
-    """Inputs of the head; `hidden`: the last hidden state alone, as in the paper."""
     head_width: PositiveInt = WIDTH
     head_lr: Annotated[float, Field(gt=0, lt=1)] = LEARNING_RATE
-    scale: Scale = "rank"
-    """Map from scores into [0, 1]: by rank among recent ones, or, as in the paper, `sigmoid` of the head's logit."""
     bins: Annotated[int, Field(ge=2, le=1000)] = 20
-    """Number of bins of scores, each with a chance of success."""
+    """Number of bins of scores' ranks, each with a chance of success."""
     at: PositiveInt | None = None
     """Tokens of a turn after which the gate decides; None: `share` of a quantile of recent lengths."""
     quantile: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -51,34 +45,26 @@ class Arrol:
     """Wanted share of right answers among survivors."""
     strength: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     p_min: Probability = 0.05
-    balance: Literal["target", "literal", "distinct"] = "target"
+    balance: Literal["target", "distinct"] = "target"
     """`distinct`: ignore success; prune less often the more siblings are expected to have sampled the same tokens so
     far."""
     cold_start: PositiveInt = 20
     """Optimizer steps in which the predictor learns and nothing is pruned."""
     min_survivors: NonNegativeInt | None = None
     """Fewest survivors of a group; None: as many as the advantage needs (2 if unknown)."""
-    unbiased: bool = False
-    """Weight survivors in the loss by 1 / (their chance of survival) (Horvitz and Thompson)."""
 
     def __post_init__(self) -> None:
         if self.p_min > self.keep_rate:
             raise ValueError(f"p_min={self.p_min} must not be above keep_rate={self.keep_rate}: it would replace it")
-        if self.unbiased and self.p_min == 0:
-            raise ValueError("unbiased needs p_min above 0: what never survives cannot be weighted")
         for name in ("quantile", "share") if self.at is not None else ():
             if getattr(self, name) != getattr(Arrol, name):
                 raise ValueError(f"{name} has no effect with at: {self.at}; remove one of them")
-        without = {"target": (), "literal": ("target",)}.get(self.balance, ("target", "strength"))
-        for name in without:
+        for name in ("target", "strength") if self.balance == "distinct" else ():
             if getattr(self, name) != getattr(Arrol, name):
                 raise ValueError(f"{name} has no effect with balance: {self.balance}; remove it")
-        for name in ("head_inputs", "head_width", "head_lr", "scale") if self.quality != "head" else ():
-            if getattr(self, name) != getattr(Arrol, name):
-                raise ValueError(f"{name} has no effect with quality: {self.quality}; remove it")
 
     def problems(self, run: RunFacts) -> Iterator[str]:
-        """Yield settings that leave nothing to prune or that break unbiased weights."""
+        """Yield settings that leave nothing to prune."""
         c, needed = run.config, run.least_rewards
         least = needed if self.min_survivors is None else self.min_survivors
         if sum(isinstance(gate, Arrol) for gate in run.options["gates"]) > 1:
@@ -92,27 +78,6 @@ class Arrol:
             yield (
                 f"arrol: min_survivors: {least} of groups that may have only {run.smallest_group} rollouts leaves "
                 "nothing to prune; lower it, or raise num_generations"
-            )
-        if self.unbiased:
-            yield from self._problems_of_weights(run, least)
-
-    def _problems_of_weights(self, run: RunFacts, least: int) -> Iterator[str]:
-        if len(run.options["gates"]) > 1:
-            yield "arrol: unbiased weights know of no other gate; remove the others, or unbiased"
-        if not all(filter_.admits_all for filter_ in run.filters):
-            yield (
-                "arrol: unbiased cannot weigh a batch from which a filter took groups by what their survivors got; "
-                "set filter: keep_all, or remove unbiased"
-            )
-        if run.config.mask_truncated_completions:
-            yield (
-                "arrol: unbiased cannot know which pruned completions would have been truncated; set "
-                "mask_truncated_completions: false, or remove unbiased"
-            )
-        if least < run.least_rewards:
-            yield (
-                f"arrol: unbiased with min_survivors: {least} would lose groups that are left with fewer than "
-                f"{run.least_rewards}; set it to that, or leave it out"
             )
 
     def charts(self, name: str) -> list[Chart]:
@@ -150,13 +115,13 @@ class ArrolState(State):
     head: HeadState
     posterior: PosteriorState
     bins: Annotated[list[np.ndarray], Columns(BINS)]
-    raw: Annotated[list[np.ndarray], Columns(FLOATS)]
     lengths: Annotated[list[np.ndarray], Columns(INTS, FLOATS)]
     survival: list[Probability]
     novelty: Annotated[list[np.ndarray], Columns(FLOATS)]
     factor: float
     prompts: Any = None
-    """In those of version 0.2; unused."""
+    raw: Any = None
+    """Both in those of version 0.2; unused."""
 
 
 class ArrolGate(Gate):
@@ -168,8 +133,7 @@ class ArrolGate(Gate):
 
     def __init__(self, options: Arrol, context: GateContext) -> None:
         self.options = options
-        with_logp = options.head_inputs == "hidden+logp"
-        self.head = QualityHead(context.seed, options.head_width, options.head_lr, with_logp=with_logp)
+        self.head = QualityHead(context.seed, options.head_width, options.head_lr)
         self.least = context.judge.least if options.min_survivors is None else options.min_survivors
         """Fewest survivors of a group."""
         self.name = context.name
@@ -178,8 +142,6 @@ class ArrolGate(Gate):
         self._at = options.at or FIRST_AT
         self._posterior = BinnedPosterior(options.bins, REMEMBERED)
         self._bins = Window(maxlen=REMEMBERED)
-        self._raw = Window(maxlen=REMEMBERED)
-        """Raw scores, for predictors without a scale."""
         self._scale_M = np.empty(0)
         """Scores of recent rollouts by the current predictor, ascending."""
         self._lengths = Window(maxlen=REMEMBERED)
@@ -198,7 +160,6 @@ class ArrolGate(Gate):
     def rule(self) -> ArrolRule:
         o, distinct = self.options, self.options.balance == "distinct"
         return ArrolRule(
-            quality=o.quality,
             n=self._at,
             cold=self.cold,
             seed=self._context.seed,
@@ -208,8 +169,7 @@ class ArrolGate(Gate):
             survival_B=np.empty(0) if distinct else self._survival_B,
             factor=self._factor,
             p_min=o.p_min,
-            head=self.head.weights if o.quality == "head" else None,
-            scale=o.scale,
+            head=self.head.weights,
         )
 
     def observe(self, group: Group) -> None:
@@ -250,9 +210,7 @@ class ArrolGate(Gate):
             self._realised.novelty += evidence["novelty"]
             self._bins.append((bin_of(evidence["score"], self.options.bins),))
             self._novelty.append((evidence["novelty"],))
-            if self.options.quality != "head":
-                self._raw.append((evidence["raw"],))
-        if scored and self.options.quality == "head":
+        if scored:
             hidden_NH = np.array([evidence["hidden"] for evidence in scored])
             self.head.remember(hidden_NH, np.array([evidence["logp"] for evidence in scored]))
 
@@ -261,15 +219,14 @@ class ArrolGate(Gate):
 
     def _learn(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
         """Learn from the middle of a rollout, or from its end, where votes use the head."""
-        if hidden is not None and self.options.quality == "head":
+        if hidden is not None:
             self.head.observe(Example(hidden, logp, label, weight))
 
     def end_step(self) -> None:
         """End an optimizer step: learn, and fix the rule of the next step."""
         o = self.options
         self._steps += 1
-        if o.quality == "head":
-            self.head.fit()
+        self.head.fit()
         self._set_scale()
         self._q_B = self._posterior.table()
         buffer_M = self._q_B[self._bins.columns()[0]] if len(self._bins) else np.empty(0)
@@ -277,9 +234,7 @@ class ArrolGate(Gate):
             if len(self._novelty):
                 self._factor = survival_factor(self._novelty.columns()[0], o.keep_rate, o.p_min)
         else:
-            self._survival_B = survival_probabilities(
-                self._q_B, buffer_M, o.keep_rate, o.target, o.strength, o.p_min, o.balance
-            )
+            self._survival_B = survival_probabilities(self._q_B, buffer_M, o.keep_rate, o.target, o.strength, o.p_min)
         if o.at is None and len(self._lengths):
             length_N, weight_N = self._lengths.columns()
             order_N = np.argsort(length_N, kind="stable")
@@ -288,12 +243,7 @@ class ArrolGate(Gate):
         self._realised = Realised()
 
     def _set_scale(self) -> None:
-        if self.options.scale == "sigmoid":
-            return
-        if self.options.quality == "head":
-            self._scale_M = np.sort(self.head.recent_scores().astype(np.float64))
-        elif len(self._raw):
-            self._scale_M = np.sort(self._raw.columns()[0])
+        self._scale_M = np.sort(self.head.recent_scores().astype(np.float64))
 
     def metrics(self) -> dict[str, float]:
         found = self._realised.metrics() | {
@@ -301,8 +251,8 @@ class ArrolGate(Gate):
             "cold": float(self.cold),
             "one_class": float(min(self._posterior.labels) == 0),
             "target": self.options.target,
+            "head_resets": float(self.head.resets),
         }
-        found |= {"head_resets": float(self.head.resets)} if self.options.quality == "head" else {}
         return {f"gate/{self.name}/{name}": value for name, value in found.items()}
 
     def save(self, directory: Path) -> None:
@@ -317,7 +267,6 @@ class ArrolGate(Gate):
             "head": self.head.state_dict(),
             "posterior": self._posterior.state_dict(),
             "bins": self._bins.state_dict(),
-            "raw": self._raw.state_dict(),
             "lengths": self._lengths.state_dict(),
             "survival": self._survival_B.tolist(),
             "novelty": self._novelty.state_dict(),
@@ -334,7 +283,6 @@ class ArrolGate(Gate):
         self._posterior.load_state_dict(saved.posterior)
         self._q_B = self._posterior.table()
         self._bins.load(saved.bins)
-        self._raw.load(saved.raw)
         self._lengths.load(saved.lengths)
         self._novelty.load(saved.novelty)
         self._set_scale()

@@ -1,8 +1,8 @@
 """A small network that predicts success in the middle of an answer, from the policy's hidden state (ARRoL).
 
 Input: the last hidden state at the detection token, and the mean log-probability of the tokens so far. No gradient
-flows back into the policy. The paper's head uses the hidden state alone (`with_logp=False`). On small models the
-log-probability predicts better than the hidden state, and both together predict best.
+flows back into the policy. The paper's head uses the hidden state alone. On small models the log-probability predicts
+better than the hidden state, and both together predict best.
 """
 
 from __future__ import annotations
@@ -153,12 +153,8 @@ class HeadState(State):
 class QualityHead:
     """Two layers, trained with cross-entropy on the last `REMEMBERED` labelled rollouts; built at the first one."""
 
-    def __init__(
-        self, seed: int = 0, width: int = WIDTH, learning_rate: float = LEARNING_RATE, *, with_logp: bool = True
-    ) -> None:
-        """`with_logp`: use the log-probability; without it the weights of that input are 0 and stay 0."""
-
-        self._seed, self._width, self._learning_rate, self._with_logp = seed, width, learning_rate, with_logp
+    def __init__(self, seed: int = 0, width: int = WIDTH, learning_rate: float = LEARNING_RATE) -> None:
+        self._seed, self._width, self._learning_rate = seed, width, learning_rate
         self._fits = 0
         self.resets = 0
         """Number of resets because weights were not finite."""
@@ -201,7 +197,6 @@ class QualityHead:
         for _ in range(UPDATES):
             picked = torch.randint(len(label_N), (BATCH,), generator=draws).numpy()
             inputs = np.column_stack(inputs_of(hidden_NH[picked], logp_N[picked], moments))
-            inputs[:, -1] *= self._with_logp
             labels, weights = (torch.from_numpy(c[picked].astype(np.float32)) for c in (label_N, weight_N))
             with torch.no_grad():
                 self._set_gradients(torch.from_numpy(inputs), labels, weights)
@@ -230,8 +225,6 @@ class QualityHead:
         for layer in (first, second):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
             nn.init.zeros_(layer.bias)
-        with torch.no_grad():
-            first.weight[:, -1] *= self._with_logp
         self._net = nn.Sequential(first, nn.ReLU(), second)
         self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=self._learning_rate, fused=True)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from math import comb, exp, tanh
-from typing import Any, Literal
+from math import comb, exp
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,31 +15,20 @@ from ....base.noise import as_tensor, noise_key, uniform
 from ....types import GroupView, Token, Verdict
 from ..base import Array
 from ..calibration import bin_of
-from ..deepconf import lowest
 from .head import HeadWeights
 
 QUALITY_STREAM = 7
 """Separates these draws from other noise."""
-
-Quality = Literal["head", "confidence", "logprob"]
-Scale = Literal["rank", "sigmoid"]
-NEEDS: dict[Quality, frozenset[str]] = {
-    "head": frozenset({"hidden", "logp", "raw_logp", "last_hidden"}),
-    "confidence": frozenset({"logp", "confidence"}),
-    "logprob": frozenset({"logp", "raw_logp"}),
-}
 
 
 @dataclass(frozen=True)
 class ArrolRule:
     """Maps scores to ranks among `scale_M`, ranks to bins, bins to posteriors `q_B` and chances of survival.
 
-    With a head and `scale: sigmoid`, its chance of success replaces the rank. A rollout survives if its draw is below
-    its chance of survival, or among the `least` lowest of its group. The verdict's probability covers both. Rollouts
-    whose score is not finite survive.
+    A rollout survives if its draw is below its chance of survival, or among the `least` lowest of its group. The
+    verdict's probability covers both. Rollouts whose score is not finite survive.
     """
 
-    quality: Quality
     n: int
     """The detection token."""
     cold: bool
@@ -55,24 +44,21 @@ class ArrolRule:
     """float64 [bins]: chance of survival; empty under `distinct`."""
     factor: float
     p_min: float
-    head: HeadWeights | None = None
-    scale: Scale = "rank"
+    head: HeadWeights
+
+    needs: ClassVar[frozenset[str]] = frozenset({"hidden", "logp", "raw_logp", "last_hidden"})
 
     @property
     def at(self) -> Token:
         return Token(self.n)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return NEEDS[self.quality]
 
     def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
         if not views:
             return []
         logp_N = np.array([_mean(v.logp) for v in views])
         # the predictor's input must not depend on the sampling temperature; how often siblings agree does
-        input_N = np.array([_mean(v.raw_logp) for v in views]) if "raw_logp" in self.needs else logp_N
-        raw_N = self._raw(views, input_N)
+        input_N = np.array([_mean(v.raw_logp) for v in views])
+        raw_N = self.head.scores(np.array([v.hidden for v in views]), input_N)
         finite_N = np.isfinite(raw_N)
         rank_N = self._rank(raw_N)
         draws = {} if self.cold else self._draws(views)
@@ -91,18 +77,7 @@ class ArrolRule:
 
     def _rank(self, raw_N: np.ndarray) -> np.ndarray:
         """Return float64 [N] in [0, 1], or NaN."""
-        if self.scale == "sigmoid":
-            return np.array([0.5 + 0.5 * tanh(raw / 2) for raw in raw_N.tolist()])
         return np.searchsorted(self.scale_M, raw_N) / len(self.scale_M) if len(self.scale_M) else raw_N * 0 + 0.5
-
-    def _raw(self, views: Sequence[GroupView], input_N: np.ndarray) -> np.ndarray:
-        """Return the predictor's raw scores, float64 [N]; NaN where it cannot predict."""
-        if self.quality == "head":
-            hidden_NH = np.array([v.hidden for v in views])
-            return (self.head or HeadWeights()).scores(hidden_NH, input_N)
-        if self.quality == "confidence":
-            return np.array([lowest(v.confidence) for v in views if v.confidence is not None])
-        return input_N
 
     def _verdict(
         self, view: GroupView, said: list[float], score: float, draws: dict[int, tuple[list[float], float]]
@@ -113,8 +88,7 @@ class ArrolRule:
         (logp, model_logp, raw), number, n = said, bin_of(score, len(self.q_B)), view.at.n
         q, novelty = float(self.q_B[number]), novelty_of(logp + view.logp_before / n, n, len(view.running))
         evidence: dict[str, Any] = {"score": score, "raw": raw, "q": q, "novelty": novelty, "chance": 1.0}
-        if self.quality == "head":
-            evidence |= {"hidden": view.hidden, "logp": model_logp}
+        evidence |= {"hidden": view.hidden, "logp": model_logp}
         if self.cold:
             return Verdict(True, evidence=evidence)
         survival = self._survival(number, novelty)
