@@ -7,10 +7,9 @@ import pytest
 
 from winnow.env.base import Answering
 from winnow.env.rewards.math import same_answers
-from winnow.methods.gate import deepconf
 from winnow.methods.gate.arrol.head import HeadWeights
 from winnow.rollout.evaluate import rank_weights, weighted_vote
-from winnow.study.vote import WEIGHTS, by_head, logprob
+from winnow.study.vote import by_head
 from winnow.tasks.countdown import CountdownConfig
 from winnow.types import Rollout
 
@@ -39,40 +38,15 @@ def test_votes_are_counted_by_weight() -> None:
         weighted_vote(["a", "b"], [1.0])
 
 
-def rollout(confidence: list[float], hidden: np.ndarray | None = None) -> Rollout:
-    n = len(confidence)
-    logp = -np.array(confidence, np.float32)
-    confidences = np.array(confidence, np.float32)
-    return Rollout(
-        0, (1,), np.arange(n), np.ones(n, bool), logp, np.zeros(n, np.int32), confidence=confidences, last_hidden=hidden
-    )
+def rollout(hidden: np.ndarray | None = None) -> Rollout:
+    logp, versions = np.full(1, -1.0, np.float32), np.zeros(1, np.int32)
+    return Rollout(0, (1,), np.arange(1), np.ones(1, bool), logp, versions, last_hidden=hidden)
 
 
 def test_weights_of_candidates() -> None:
-    long = rollout([4.0] * 2048 + [1.0] * 2048)
-    lowest, bottom, tail = (WEIGHTS[f"deepconf-{name}"] for name in ("lowest", "bottom", "tail"))
-    np.testing.assert_allclose(lowest([rollout([2.0, 4.0]), long]), [3, 1])
-    np.testing.assert_allclose(tail([rollout([2.0, 4.0]), long]), [3, 1])
-    np.testing.assert_allclose(tail([rollout([1.0] * 2048 + [4.0] * 2048)]), [4])
-    windows = [4 - 3 * i / 2048 for i in range(2049)][-204:]  # sorted as they come; a tenth of 2,049
-    np.testing.assert_allclose(bottom([rollout([2.0, 4.0]), long]), [3, np.mean(windows)])
-    np.testing.assert_allclose(logprob([rollout([2.0]), rollout([1.0]), rollout([3.0])]), [0.5, 1, 0])
     head = HeadWeights()
-    np.testing.assert_allclose(by_head(head)([rollout([1.0]), rollout([1.0], np.ones(3))]), [0, 1])
-    np.testing.assert_allclose(by_head(head)([rollout([1.0], np.full(3, np.nan)), rollout([1.0], np.ones(3))]), [0, 1])
-
-
-@pytest.mark.parametrize(("tokens", "window"), [(1, 4), (3, 4), (4, 4), (5, 4), (57, 4), (200, 8), (2100, 2048)])
-def test_deepconfs_confidences_by_brute_force(tokens: int, window: int) -> None:
-    """Windows at every offset: the least, the lowest tenth of the windows (not of the tokens), and the last one."""
-    confidence = np.random.default_rng(tokens).gamma(2.0, size=tokens).astype(np.float32)
-    values = [float(c) for c in confidence]
-    means = [sum(values[i : i + window]) / window for i in range(tokens - window + 1)] or [sum(values) / tokens]
-    least = sorted(means)[: max(1, len(means) // 10)]
-    assert deepconf.window_means(confidence, window).tolist() == pytest.approx(means)
-    assert deepconf.lowest(confidence, window) == pytest.approx(min(means))
-    assert deepconf.bottom(confidence, window) == pytest.approx(sum(least) / len(least))
-    assert deepconf.tail(confidence, window) == pytest.approx(means[-1])
+    np.testing.assert_allclose(by_head(head)([rollout(), rollout(np.ones(3))]), [0, 1])
+    np.testing.assert_allclose(by_head(head)([rollout(np.full(3, np.nan)), rollout(np.ones(3))]), [0, 1])
 
 
 def test_answers_of_tasks() -> None:

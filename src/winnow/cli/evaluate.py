@@ -33,11 +33,12 @@ def vote(
     overrides: Overrides = None,
     config: Config = None,
     weights: Annotated[
-        str, typer.Option(help="majority, deepconf-lowest, -bottom, -tail, logprob, head; differences: to the first.")
-    ] = "majority,deepconf-lowest",
+        str,
+        typer.Option(help="majority, head (of a run with gate arrol), or both; differences: to the first."),
+    ] = "majority",
     as_json: Json = False,
 ) -> None:
-    """Let candidates vote on the answer, weighted by how good they look (test-time scaling).
+    """Let candidates vote on the answer, equally or weighted by a head (test-time scaling).
 
     Settings as for `eval`; 32 candidates a prompt unless eval_generations says otherwise.
     """

@@ -14,7 +14,6 @@ from ..config import ConfigError, RunConfig
 from ..env.base import Answering, Task
 from ..env.rewards.pooled import completion_text
 from ..env.rewards.scores import completion_of
-from ..methods.gate import deepconf
 from ..methods.gate.arrol.head import FILE, HeadWeights, mean_logp
 from ..methods.success import Success, require_decided
 from ..rollout.evaluate import rank_weights, summarize, weighted_vote
@@ -32,26 +31,6 @@ def majority(rollouts: Sequence[Rollout]) -> np.ndarray:
     return np.ones(len(rollouts))
 
 
-def by_confidence(of_trace: Callable[[np.ndarray], float]) -> Weigh:
-    """Return a weighting by one of DeepConf's definitions of trace confidence."""
-    return lambda rollouts: np.array([of_trace(_confidence(r)) for r in rollouts])
-
-
-def logprob(rollouts: Sequence[Rollout]) -> np.ndarray:
-    """Return ranks of the mean log-probability."""
-    return rank_weights([mean_logp(r) for r in rollouts])
-
-
-WEIGHTS: dict[str, Weigh] = {
-    "majority": majority,
-    "deepconf-lowest": by_confidence(deepconf.lowest),
-    "deepconf-bottom": by_confidence(deepconf.bottom),
-    "deepconf-tail": by_confidence(deepconf.tail),
-    "logprob": logprob,
-}
-"""`head`, ranks of a run's quality head, comes from the run."""
-
-
 def by_head(head: HeadWeights) -> Weigh:
     """Return a weighting by rank of the head's score at the last token of the answer."""
 
@@ -60,11 +39,6 @@ def by_head(head: HeadWeights) -> Weigh:
         return rank_weights(np.nan_to_num(scores, nan=-1e9))
 
     return weigh
-
-
-def _confidence(rollout: Rollout) -> np.ndarray:
-    assert rollout.confidence is not None
-    return np.maximum(rollout.confidence, 0)
 
 
 def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) -> dict[str, Any]:
@@ -83,7 +57,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
         head = _head_of(c) if "head" in weights else None
         kinds = {name: _weigh(name, head) for name in dict.fromkeys(weights)}
         started = time.monotonic()
-        report = frozenset({"confidence", "last_hidden", "raw_logp"})
+        report = frozenset({"last_hidden", "raw_logp"})
         with opened(c, task, saved, report) as (policy, roll_out, rewarder):
             check_rewards(task, prompts[0], rewarder)
             success = build_success(c, task, rewarder.aliases, c.reward_weights)
@@ -135,11 +109,11 @@ def _reader(task: Task, reward_funcs: Sequence[Any] | None) -> Callable[[Prompt,
 
 
 def _weigh(name: str, head: HeadWeights | None) -> Weigh:
+    if name == "majority":
+        return majority
     if name == "head" and head is not None:
         return by_head(head)
-    if name not in WEIGHTS:
-        raise ConfigError(f"unknown weights '{name}'; there are {', '.join([*WEIGHTS, 'head'])}")
-    return WEIGHTS[name]
+    raise ConfigError(f"unknown weights '{name}'; there are majority and head")
 
 
 def _head_of(c: RunConfig) -> HeadWeights:
@@ -148,9 +122,7 @@ def _head_of(c: RunConfig) -> HeadWeights:
     places = [model, *([model.parent] if (model.parent / STATE).is_file() else [])]
     found = next((place for place in places if (place / FILE).is_file()), None)
     if found is None:
-        raise ConfigError(
-            f"weights: head needs {model / FILE}, which a run with gate arrol and quality: head leaves there"
-        )
+        raise ConfigError(f"weights: head needs {model / FILE}, which a run with gate arrol leaves there")
     try:
         return HeadWeights.load(found)
     except ValueError as error:
