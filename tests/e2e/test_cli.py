@@ -246,7 +246,7 @@ def test_every_command_answers_in_json_and_no_setting_has_two_names() -> None:
         "verify",
         "pass-rates",
         "warm-start",
-        "sweep",
+        "gate",
         "report",
         "demo",
     }

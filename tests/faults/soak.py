@@ -36,7 +36,7 @@ from winnow.run.serve import PROCESS_NAME
 
 from ..builders.runs import assert_clean, fingerprint
 from ..pairs.compose import PROCESSES, Acceptance, make_place, tuples
-from ..pairs.harness import Place
+from ..pairs.harness import Place, has_agents
 from ..pairs.variants import Settings, together
 from .harness import DEADLINE_S
 
@@ -80,7 +80,7 @@ class Trial:
     def __init__(self, number: int, settings: Settings, place: Place) -> None:
         self.rng = random.Random(f"soak {number}")
         self.processes = settings.get("sync") == "processes"
-        self.sharing = isinstance(settings["env"], dict)
+        self.sharing = settings["env"]["sharing"]
         self.folder, self.number = place.folder / f"trial {number}", number
         # Two runs are compared, and each would measure how many threads are fastest here, and sum in another order.
         own = {"max_steps": STEPS, "save_steps": self.rng.randint(1, 3), "threads": 1}
@@ -265,8 +265,8 @@ def draws(accepts: Acceptance) -> Iterator[Settings]:
             if base is PROCESSES and (settings.keys() & base.keys() or "num_iterations" in settings):
                 continue
             if not accepts.refused(*chosen):
-                sharing = {"env": {"name": base["env"], "sharing": True}} if rng.random() < SHARING_SHARE else {}
-                yield settings | base | sharing
+                world = {"sharing": rng.random() < SHARING_SHARE, "agents": has_agents(settings)}
+                yield settings | base | {"env": {"name": base["env"]} | world}
                 break
 
 

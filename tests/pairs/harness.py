@@ -71,6 +71,12 @@ class Outcome:
     updates: int = 0
 
 
+def has_agents(settings: Settings) -> bool:
+    """Return whether a composition takes rewards by agent: unbiased sizes do not."""
+    size = settings.get("group_size")
+    return not (isinstance(size, dict) and size.get("unbiased"))
+
+
 def _filled(value: Any, place: Place) -> Any:
     if isinstance(value, dict):
         return {key: _filled(inner, place) for key, inner in value.items()}
@@ -86,7 +92,7 @@ def check(place: Place, settings: Settings, kill_after: int) -> Outcome:
     """
     config = place.config(settings)
     whole, part = place.folder / "whole", place.folder / "part"
-    world = World()
+    world = World(agents=has_agents(settings))
     refused = ""
     try:
         trainer = Trainer(config=config, env=world)
@@ -109,7 +115,7 @@ def check(place: Place, settings: Settings, kill_after: int) -> Outcome:
         for step in range(kill_after + 1, STEPS + 1):
             shutil.rmtree(part / "checkpoints" / f"step-{step:06d}")
     outcome = examine(whole, config)
-    Trainer.resume(part, env=World()).train()
+    Trainer.resume(part, env=World(agents=has_agents(settings))).train()
     assert_clean(part)
     assert_same(whole, part)
     return outcome

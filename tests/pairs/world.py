@@ -86,9 +86,10 @@ class WorldConfig:
     """The tiny task of the sweep over pairs of options."""
 
     sharing: bool = False
+    agents: bool = True
 
     def build(self) -> World:
-        return World(sharing=self.sharing)
+        return World(sharing=self.sharing, agents=self.agents)
 
 
 @dataclass
@@ -97,6 +98,8 @@ class World:
     """Called at every step of an environment: the middle of a rollout."""
     sharing: bool = False
     """Whether the rollouts of one prompt share two places, and are paid at a limit."""
+    agents: bool = True
+    """Whether two agents take turns at one prompt."""
     name: str = "world"
     train: Sequence[Prompt] = field(default_factory=lambda: _prompts(0, PROMPTS))
     test: Sequence[Prompt] = field(default_factory=lambda: _prompts(PROMPTS, PROMPTS + 2))
@@ -109,7 +112,7 @@ class World:
         number = int(prompt.columns["number"])
         if self.sharing and number == 2:
             return Sharing(self, number)
-        return TwoAgents(self, number) if number == 3 else WorldEnv(self, number)
+        return TwoAgents(self, number) if number == 3 and self.agents else WorldEnv(self, number)
 
     def fingerprint(self) -> str:
         return "world"
