@@ -53,7 +53,7 @@ def test_versions_that_nobody_reads_any_more_leave_the_store(store: None) -> Non
     reader, published = ray.remote(read), RayWeights()
     for version in range(24):
         published.write(weights(8, version), version)
-        assert ray.get(reader.remote(published.message()), timeout=60) == version
+        assert ray.get(reader.remote(published.message()), timeout=180) == version
     assert not spilled(), "nine fit: the newest, and those that are just being let go"
 
 
