@@ -37,6 +37,7 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setenv(f"WANDB_{name}", value)
     import wandb
 
+    wandb.finish()  # what another test of this process left open
     yield wandb
     wandb.finish()
 
