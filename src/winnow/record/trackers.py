@@ -113,12 +113,18 @@ class Trackio:
             self._run = trackio.init(project=project, name=name, config=settings, resume=resume, embed=False)
             self._opened.append(self._run)
         elif missing := _missing(settings, self._run.config):
+            self._wait_for_rows()  # of rows that are sent together, the first one's configuration is kept
             self._run.config.update(trackio.utils.to_json_safe(missing))
             self._run._config_logged = False  # it is sent with the next row
         _keep(run_dir, trackio=self._run.name, trackio_project=self._run.project)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def _wait_for_rows(self) -> None:
+        deadline = time.monotonic() + 2.0  # they are sent twice a second
+        while self._run._queued_logs and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def close(self, *, failed: bool) -> None:
         if not self._own:
