@@ -50,8 +50,8 @@ def load(name: str) -> Family:
 def make_start(start: Start, family: Family, seed: int, work: Path) -> None:
     """Make a model and evaluate it as finished runs are."""
     from winnow.config import load_config
-    from winnow.run.build import build_demonstrator
     from winnow.run.standalone import evaluate_model
+    from winnow.run.trainer_inputs import build_demonstrator
     from winnow.study.warm_start import WarmStartConfig, warm_start
 
     path = start.directory(seed, work)

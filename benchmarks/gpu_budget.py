@@ -20,6 +20,7 @@ from tables import fill, markdown
 from transformers import Qwen3Config
 
 from winnow.config import ConfigError, RunConfig, load_config
+from winnow.engine import LocalOptions
 from winnow.engine.loading import shell_of
 from winnow.run.budget import GIB, USABLE, Budget, Gpus, Shapes
 from winnow.run.plan import plan_for
@@ -61,8 +62,8 @@ def theirs(c: RunConfig, gpus: Gpus) -> str:
     """The update with vLLM awake and asleep."""
     tokens = c.max_prompt_length + c.max_completion_length  # one row, the least
     settled = {"gradient_checkpointing": True, "tokens_per_microbatch": tokens, "dtype": "bfloat16"}
-    shapes = replace(Shapes.of(shell_of(c.model), c), in_bfloat16=False)  # its base is float32
-    phases = Budget(c.model_copy(update=settled), shapes, gpus.memory, sampler=False).phases()
+    shapes = replace(Shapes.from_model(shell_of(c.model), c.lora), in_bfloat16=False)  # its base is float32
+    phases = Budget(c.model_copy(update=settled), shapes, gpus.memory, LocalOptions(), sampler=False).phases()
     asleep = sum(phases["update"].values())
     awake = asleep + TRL_SHARE * gpus.memory
     return " / ".join(f"{held / GIB:.1f}" if held <= USABLE * gpus.memory else "no" for held in (awake, asleep))
@@ -78,9 +79,9 @@ def rows_of_models() -> list[dict[str, str]]:
                 trl: dict[str, str] = {}
                 for engine in ("local", "vllm"):
                     c = load_config(RECIPE, [f"model={model}", f"engine={engine}", *settings])
-                    trl = trl or {f"TRL {card}": theirs(c, Gpus.parsed(card)) for card in CARDS if "x" not in card}
+                    trl = trl or {f"TRL {card}": theirs(c, Gpus.from_text(card)) for card in CARDS if "x" not in card}
                     row = {"model": f"{name} {kind}", "engine": engine}
-                    rows.append(row | {card: ours(c, Gpus.parsed(card)) for card in CARDS} | trl)
+                    rows.append(row | {card: ours(c, Gpus.from_text(card)) for card in CARDS} | trl)
     return rows
 
 

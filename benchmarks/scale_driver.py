@@ -38,6 +38,7 @@ from winnow.config import validate
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import Limits
 from winnow.run.build_methods import build_collector, build_methods
+from winnow.run.resolved import Options
 from winnow.sampler import SamplerContext, pool
 from winnow.sampler.base import PoolOptions
 from winnow.sampler.codec import group_from, group_state
@@ -186,11 +187,12 @@ def collector_of(
     settings = {"model": "m", "env": "countdown", "output_dir": str(folder), "selector": "greso", "max_lag": max_lag}
     c = validate(settings | {"num_generations": SIBLINGS, "filter": "zero_variance", "correction": "truncate"})
     task: Any = SimpleNamespace(train=PROMPTS, test=[], max_turns=1, fingerprint=lambda: "")
-    context = SamplerContext(c, task, word_tokenizer(["w"], 8), greedy_baseline=False, behind=max_lag, runner=None)
+    tokenizer = word_tokenizer(["w"], 8)
+    context = SamplerContext({}, folder, task, tokenizer, greedy_baseline=False, behind=max_lag, runner=None)
     simulated = Samplers(kind, shares)
     options = PoolOptions(samplers=samplers, timeout_s=1e9)
     sampler = SamplerPool(options, context, Nowhere(), lambda inbox: Channel(inbox, simulated))
-    methods = build_methods(c, PROMPTS)
+    methods = build_methods(c, Options.from_config(c), PROMPTS)
     ledger, limits = Ledger.open(folder / "ledger.sqlite"), Limits(10**9, 1.0, 10**9)
     collector = build_collector(c, methods, sampler, ledger, {"train": PROMPTS}, asynchronous=True, limits=limits)
     poll = sampler.poll

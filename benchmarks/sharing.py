@@ -28,8 +28,10 @@ from winnow.engine.local.rows import CacheRows, T
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.loss import LossConfig
-from winnow.run.build import build_learner, build_task
+from winnow.run.build import build_learner
+from winnow.run.resolve import resolve_here
 from winnow.run.standalone import opened
+from winnow.run.trainer_inputs import build_task
 from winnow.types import Group, Job, Visit
 
 APART = "apart"
@@ -117,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
             c = load_config(options.config, [f"model={options.model}", "gates=[]", *options.overrides, *more])
             policy, roll_out, _ = stack.enter_context(opened(c, task))
             sides[name] = side_of(roll_out, task.train, base.num_generations, taken)
-        in_update = updates(build_learner(policy, base))
+        in_update = updates(build_learner(policy, resolve_here(base)))
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*sides, "update")}
         for repeat in range(1 + options.repeats):
             taken[0] += options.prompts

@@ -18,7 +18,7 @@ from winnow.learner.local.reference import frozen_copy
 from winnow.learner.rows import Pool, Row
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
-from winnow.run.build_adapters import with_lora
+from winnow.run.build_policy import with_lora
 from winnow.types import Rollout
 
 from ..unit.engine_models import word_tokenizer

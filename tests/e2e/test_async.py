@@ -110,7 +110,7 @@ def test_what_else_a_run_may_ask_for(options: dict[str, Any], config: dict[str, 
 @pytest.mark.slow
 def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("textworld")
-    from winnow.run.build import build_demonstrator
+    from winnow.run.trainer_inputs import build_demonstrator
     from winnow.study.warm_start import WarmStartConfig, warm_start
 
     env: dict[str, Any] = {

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 import winnow.base.processor as processor_module
-import winnow.run.auto_settings as machine_module
+import winnow.run.resolve as machine_module
 from winnow import ConfigError, Trainer
 from winnow.run.plan import plan
 

@@ -13,7 +13,7 @@ from transformers.integrations import MLflowCallback, TensorBoardCallback, Track
 from tests.parity import parity_reward
 from winnow import ConfigError, Trainer, TrainerCallback
 from winnow.config import validate
-from winnow.run import assembly
+from winnow.run import build
 from winnow.run.callbacks import Callbacks
 
 from ..builders.runs import metrics_of
@@ -74,14 +74,14 @@ def test_early_stopping(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, values: tuple[float, ...], greater: bool, stops: int
 ) -> None:
     """Two evaluations without a better one end the run; the first of all is that before the first step."""
-    given, evaluate = iter(values), assembly.evaluate
+    given, evaluate = iter(values), build.evaluate
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         found = evaluate(*args, **kwargs)
         found.metrics["avg@n"] = next(given)
         return found
 
-    monkeypatch.setattr(assembly, "evaluate", evaluated)
+    monkeypatch.setattr(build, "evaluate", evaluated)
     config |= EARLY | {"max_steps": 3, "greater_is_better": greater}
     trainer = Trainer(config=config, reward_funcs=parity_reward, callbacks=[transformers.EarlyStoppingCallback(2)])
     trainer.train()

@@ -24,7 +24,8 @@ from winnow.env.workers.bubblewrap import SandboxError
 from winnow.env.workers.bwrap_worker import Cage
 from winnow.env.workers.sandbox import Sandbox, SandboxOptions
 from winnow.env.workers.worker import WorkerError, WorkerPool
-from winnow.run.build import build_rewarder, build_task
+from winnow.run.build import build_rewarder
+from winnow.run.trainer_inputs import build_task
 from winnow.types import Group, Prompt, Rollout, Verdict, Visit
 
 from ..builders.rewards import score_all

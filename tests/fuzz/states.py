@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from winnow.run.resolved import Options
+
 METHODS: dict[str, Any] = {
     "env": "world",
     "max_lag": 2,
@@ -80,7 +82,7 @@ def _loop() -> Any:
     from ..pairs.world import World
 
     config, world = _behind()[0], World()
-    m, nothing = build_methods(config, world.train), cast(Any, None)
+    m, nothing = build_methods(config, Options.from_config(config), world.train), cast(Any, None)
     step = cast(Any, SimpleNamespace(scale=m.step_scale))
     ledger = cast(Any, SimpleNamespace(failures=list))
     collector = Collector(

@@ -16,8 +16,8 @@ from winnow.base.weights import HalvedWeights, RemoteWeights, from_bytes
 from winnow.engine.skeleton import unloaded
 from winnow.learner import Local, Policy
 from winnow.learner.fsdp.ranks import Ranks
-from winnow.run.build import build_policy
-from winnow.run.start import Start
+from winnow.run.build_policy import build_policy
+from winnow.run.resolve import resolve_here
 
 from ..unit.learner_models import random_rows
 from .fsdp_ranks import FSDP, LOSSES, config, difference, over, policy, state, updates
@@ -76,7 +76,7 @@ def test_ranks_that_read_train_adapters_and_hold_to_a_reference(
     def built(learner: Any, checkpoint: Path | None) -> tuple[Policy, dict[str, Any]]:
         torch.manual_seed(0)
         c = config(**changes, learner=learner)
-        found = build_policy(c, Start.of(c), None, checkpoint, with_engine=False)[0]
+        found = build_policy(resolve_here(c), None, checkpoint, with_engine=False)[0]
         return found, changes | {"learner": learner}
 
     (whole, local), (read, apart) = built("local", None), built(FSDP, None)

@@ -13,6 +13,7 @@ from winnow.config import RunConfig, validate
 from winnow.loop import Hooks, Loop
 from winnow.record.ledger import Ledger
 from winnow.run.build_methods import build_collector, build_methods
+from winnow.run.resolved import Options
 from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Verdict, Visit
 
 Outcome = list[float | None] | Verdict
@@ -101,7 +102,7 @@ class FakeRun:
         c: RunConfig = validate({"model": "none", "env": "none"} | config)
         self.config = c
         self.prompts = [Prompt(f"p{i}", i, text="") for i in range(prompts)]
-        self.methods = build_methods(c, self.prompts)
+        self.methods = build_methods(c, Options.from_config(c), self.prompts)
         self.sampler, self.update = FakeSampler(outcome), FakeStep()
         self.ledger = Ledger.open(path)
         self.ledger.set_meta("max_lag", str(c.max_lag))

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from winnow.config import validate
-from winnow.sampler import SamplerContext, pool
+from winnow.sampler import pool
 from winnow.sampler.base import PoolOptions
 from winnow.sampler.handle import Message, SamplerHandle
 from winnow.sampler.pool import SamplerPool
 from winnow.types import Group, Job, Prompt, Purpose, Rollout, Visit
+
+from ..builders.resolving import sampler_context
 
 PROMPTS = [Prompt(f"p{i}", i, text="p") for i in range(9)]
 HELD_OUT = [Prompt(f"t{i}", i, text="t") for i in range(9)]
@@ -95,7 +97,7 @@ def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def build(max_turns: int = 1, transport: Any = None) -> SamplerPool:
         task: Any = SimpleNamespace(train=PROMPTS, test=HELD_OUT, max_turns=max_turns)
-        context = SamplerContext(config, task, None, greedy_baseline=False, behind=2, runner=None)
+        context = sampler_context(config, task, None, behind=2)
         options = PoolOptions(samplers=2, max_restarts=2)
         sampler = SamplerPool(options, context, transport or FakeTransport(), FakeChannel)
         sampler.publish({}, [], 0)

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from winnow import Trainer
 from winnow.config import ConfigError, validate
 from winnow.engine.loading import load_causal_lm, load_tokenizer
+from winnow.run.initial_model import InitialModel
 from winnow.run.standalone import evaluate_model
-from winnow.run.start import Start
 
 from ..builders.adapters import (
     CPU,
@@ -182,7 +182,7 @@ class TestObjects:
         for name, trainable in (("default", False), ("sft", True)):
             model = AutoModelForCausalLM.from_pretrained(tiny_model)
             model = peft.PeftModel.from_pretrained(model, adapter, adapter_name=name, is_trainable=trainable)
-            whole, rest = Start.of(validate(tiny_config), model).load()
+            whole, rest = InitialModel.from_config(validate(tiny_config), model).load()
             torch.testing.assert_close(logits(whole.eval()), expected)
             assert rest is None
             assert all(p.requires_grad for p in whole.parameters())
@@ -192,11 +192,13 @@ class TestObjects:
     ) -> None:
         expected, c = logits(load_causal_lm(adapter, CPU)), validate(tiny_config)
         model = AutoModelForCausalLM.from_pretrained(adapter)
-        torch.testing.assert_close(logits(Start.of(c, model).load()[0]), expected)
+        torch.testing.assert_close(logits(InitialModel.from_config(c, model).load()[0]), expected)
         model = AutoModelForCausalLM.from_pretrained(adapter)
         wrapped = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_config["model"]), adapter)
         wrapped.merge_adapter()
-        torch.testing.assert_close(logits(Start.of(c, wrapped).load()[0]), expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            logits(InitialModel.from_config(c, wrapped).load()[0]), expected, atol=1e-5, rtol=1e-4
+        )
 
     def test_several_adapters_are_refused(self, adapter: Path, tiny_config: dict[str, Any]) -> None:
         model = AutoModelForCausalLM.from_pretrained(tiny_config["model"])

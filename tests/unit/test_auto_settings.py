@@ -12,28 +12,28 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import winnow.base.processor as processor_module
-import winnow.run.engine_choice as choice_module
 from tests.pretend_cuda import PretendCuda
 from winnow.base.processor import bfloat16_units, processor, usable_threads
 from winnow.config import ConfigError, RunConfig, name_of, validate
 from winnow.engine import LocalOptions, VllmOptions
-from winnow.run.auto_settings import (
-    AT_MOST,
-    LONGEST,
-    ON_CPU,
+from winnow.run.budget import AT_MOST
+from winnow.run.initial_model import InitialModel
+from winnow.run.preflight import refuse_changes
+from winnow.run.resolve import (
+    CPU_ACTIVATION_BYTES,
+    LONGEST_ROW_SHARE,
     PAYS_FROM,
     bytes_per_token,
     choose_checkpointing,
     choose_dtype,
-    choose_threads,
+    choose_engine,
     choose_tokens,
-    main_memory,
-    settle,
+    threads_for,
 )
-from winnow.run.engine_choice import choose_engine
-from winnow.run.preflight import refuse_changes
+from winnow.run.resolved import Machine
 from winnow.run.resume_keys import changes_of, resumed_config
-from winnow.run.start import Start
+
+from ..builders.resolving import resolved
 
 AMX = "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\nmodel name\t: other\nflags\t\t: fpu\n"
 ZEN4 = "model name\t: EPYC\nflags\t\t: avx2 avx512f avx512_bf16\n"
@@ -42,8 +42,8 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
 CPU = torch.device("cpu")
 
 
-def start() -> Start:
-    return Start(source="given", model=large())
+def start() -> InitialModel:
+    return InitialModel(source="given", model=large())
 
 
 def config(**changes: Any) -> RunConfig:
@@ -121,7 +121,7 @@ def test_the_type_by_processor_and_size(
     on: Callable[[str], None],
 ) -> None:
     on(info)
-    found, because = choose_dtype(config(**changes), parameters, CPU)
+    found, because = choose_dtype(config(**changes), parameters, Machine.here("cpu"))
     assert found == dtype
     assert reason in because
 
@@ -144,15 +144,15 @@ def test_the_engine_follows_where_the_loss_weighs_what_it_samples(
     on: Callable[[str], None], changes: dict[str, Any], engine: Any
 ) -> None:
     on(AMX)
-    settled = settle(config(**changes), start())
-    assert settled.config.dtype == settled.preferred == "bfloat16"
+    settled = resolved(config(**changes), start())
+    assert settled.config.dtype == "bfloat16"
     assert settled.config.engine == engine
-    assert settled.warnings() == []
+    assert not settled.warnings
     on(AVX2)
-    there = settle(config(**changes), start())
+    there = resolved(config(**changes), start())
     given = config(**changes).engine
     assert (there.config.dtype, there.config.engine) == ("float32", "local" if given == "auto" else given)
-    kept = settle(settled.config, start(), resumed=True)
+    kept = resolved(settled.config, start(), resumed=True)
     assert kept.config == settled.config, "a resume elsewhere does the same"
     assert kept.why["dtype"] == "as the run began"
 
@@ -177,25 +177,25 @@ def test_a_given_type_is_kept_and_a_slower_one_is_told(
     on: Callable[[str], None], info: str, changes: dict[str, Any], told: str | None
 ) -> None:
     on(info)
-    settled = settle(config(**changes), start())
+    settled = resolved(config(**changes), start())
     assert settled.config.dtype == changes["dtype"]
-    found = settled.warnings()
+    found = settled.warnings
     assert len(found) == (told is not None)
     assert all(warning.startswith(told or "") for warning in found)
 
 
 def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    (warning,) = settle(config(threads=3, dtype="float32", matmul_precision="high"), start()).warnings()
+    (warning,) = resolved(config(threads=3, dtype="float32", matmul_precision="high"), start()).warnings
     assert "threads: 3, but this process may use 2" in warning
 
 
 def test_sampler_processes_keep_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     apart = {"sync": {"name": "processes", "samplers": 2}, "max_lag": 1, "threads": "auto"}
-    settled = settle(config(**apart), start())
+    settled = resolved(config(**apart), start())
     assert settled.config.threads == 1
-    assert settle(config(threads="auto"), start()).config.threads == 3
+    assert resolved(config(threads="auto"), start()).config.threads == 3
 
 
 @pytest.mark.parametrize("threads", [0, 257, "fast", 1.5])
@@ -209,7 +209,7 @@ def test_threads_that_are_none(threads: Any) -> None:
     [(PAYS_FROM - 1, 8, 1), (PAYS_FROM, 8, 8), (PAYS_FROM, 1, 1), (10**9, 64, 64)],
 )
 def test_threads_by_size_and_cores(parameters: int, usable: int, chosen: int) -> None:
-    assert choose_threads(parameters, usable) == chosen
+    assert threads_for(parameters, usable) == chosen
 
 
 class TestActivations:
@@ -238,24 +238,25 @@ class TestActivations:
 
     def test_micro_batches_are_smaller_for_larger_models(self) -> None:
         tokens = [choose_tokens(m)[0] for m in (large(), small())]
-        assert tokens[0] == ON_CPU // bytes_per_token(large()) < tokens[1] == AT_MOST
+        assert tokens[0] == CPU_ACTIVATION_BYTES // bytes_per_token(large()) < tokens[1] == AT_MOST
 
     def test_layers_are_recomputed_where_the_longest_row_would_not_fit(self) -> None:
         model = large()
-        fits = int(main_memory() * LONGEST / bytes_per_token(model))
-        assert not choose_checkpointing(model, fits)[0]
-        assert choose_checkpointing(model, fits + 1)[0]
-        assert not choose_checkpointing(torch.nn.Linear(1 << 12, 1 << 12), 10**9)[0], "it has no layers"
+        memory = 24 << 30
+        fits = int(memory * LONGEST_ROW_SHARE / bytes_per_token(model))
+        assert not choose_checkpointing(model, fits, memory)[0]
+        assert choose_checkpointing(model, fits + 1, memory)[0]
+        assert not choose_checkpointing(torch.nn.Linear(1 << 12, 1 << 12), 10**9, memory)[0], "it has no layers"
 
     def test_a_run_keeps_what_was_chosen_or_configured(self) -> None:
-        settled = settle(config(dtype="float32"), start())
+        settled = resolved(config(dtype="float32"), start())
         assert settled.config.tokens_per_microbatch == choose_tokens(large())[0]
         assert settled.config.gradient_checkpointing is False
         assert "GiB" in settled.why["tokens_per_microbatch"]
-        longest = settle(config(dtype="float32", max_completion_length=10**9), start())
+        longest = resolved(config(dtype="float32", max_completion_length=10**9), start())
         assert longest.config.gradient_checkpointing is True
         assert "1,000,000," in longest.why["gradient_checkpointing"]
-        kept = settle(config(dtype="float32", tokens_per_microbatch=7, gradient_checkpointing=True), start())
+        kept = resolved(config(dtype="float32", tokens_per_microbatch=7, gradient_checkpointing=True), start())
         assert (kept.config.tokens_per_microbatch, kept.config.gradient_checkpointing) == (7, True)
         assert "tokens_per_microbatch" not in kept.why
 
@@ -265,7 +266,6 @@ class TestActivations:
     [
         ({}, "cuda", "vllm", "vLLM is installed"),
         ({}, "cpu", "local", "samplers are on cpu"),
-        ({"engine": "local"}, "cuda", "local", "as configured"),
         ({"engine": {"name": "auto", "slots": 8}}, "cuda", {"name": "vllm", "slots": 8}, "installed"),
         ({"engine": {"name": "auto", "slots": 8}}, "cpu", {"name": "local", "slots": 8}, "on cpu"),
         (
@@ -278,10 +278,7 @@ class TestActivations:
         ({"policy_loss": "plain", "correction": "truncate"}, "cuda", "vllm", "installed"),
     ],
 )
-def test_the_engine_by_device_options_and_loss(
-    changes: dict[str, Any], device: str, engine: Any, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choice_module, "find_spec", lambda name: name)
+def test_the_engine_by_device_options_and_loss(changes: dict[str, Any], device: str, engine: Any, reason: str) -> None:
     found, why = choose_engine(config(**changes), PAYS_FROM, device)
     assert found == engine
     assert reason in why
@@ -291,12 +288,12 @@ def test_vllm_provides_whatever_a_run_may_need_of_the_embedded_engine() -> None:
     assert LocalOptions.provides <= VllmOptions.provides
 
 
-def test_without_vllm_or_for_a_small_model_the_engine_on_a_gpu_is_the_embedded_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for found, parameters, reason in ((None, PAYS_FROM, "pip install"), ("there", PAYS_FROM - 1, "million parameters")):
-        monkeypatch.setattr(choice_module, "find_spec", lambda name, found=found: found)
-        engine, why = choose_engine(config(), parameters, "cuda")
+def test_without_vllm_or_for_a_small_model_the_engine_on_a_gpu_is_the_embedded_one() -> None:
+    for missing, parameters, reason in (
+        ("pip install it", PAYS_FROM, "pip install it"),
+        ("", PAYS_FROM - 1, "million parameters"),
+    ):
+        engine, why = choose_engine(config(), parameters, "cuda", missing)
         assert engine == "local"
         assert reason in why
 
@@ -305,17 +302,14 @@ def test_without_vllm_or_for_a_small_model_the_engine_on_a_gpu_is_the_embedded_o
     ("sync", "engine"),
     [("in_process", "vllm"), ({"name": "processes", "devices": ["cpu"]}, "local"), ({"name": "ray"}, "vllm")],
 )
-def test_what_the_engine_is_on_a_gpu_is_settled_once_and_kept(
-    sync: Any, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choice_module, "find_spec", lambda name: name)
+def test_what_the_engine_is_on_a_gpu_is_settled_once_and_kept(sync: Any, engine: str) -> None:
     with PretendCuda():
-        settled = settle(config(sync=sync, max_lag=int(sync != "in_process")), start())
+        settled = resolved(config(sync=sync, max_lag=int(sync != "in_process")), start(), install_vllm="")
         assert name_of(settled.config.engine) == engine
         assert "engine" in settled.why
-    monkeypatch.setattr(choice_module, "find_spec", lambda name: None)
-    with PretendCuda():
-        assert settle(settled.config, start(), resumed=True).config.engine == settled.config.engine
+        assert (
+            resolved(settled.config, start(), resumed=True, install_vllm="pip").config.engine == settled.config.engine
+        )
 
 
 def test_dots_reach_into_a_section_of_the_run(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.methods.loss import LossConfig
-from winnow.run import budget, engine_choice
-from winnow.run.budget import GIB, Budget, Gpus, Shapes
-from winnow.run.build_adapters import with_lora
+from winnow.run import budget as budget_module
+from winnow.run import resolved as resolved_module
+from winnow.run.budget import GIB, Gpus, Shapes
+from winnow.run.build_policy import with_lora
 from winnow.run.plan import plan_for
 
 from ..builders.budgets import (
@@ -38,6 +39,7 @@ from ..builders.budgets import (
     shell,
     total,
 )
+from ..builders.resolving import budget
 from .engine_models import word_tokenizer
 
 
@@ -47,13 +49,13 @@ def test_an_update_holds_what_is_predicted(
 ) -> None:
     """Within a tenth, at the peak of a second update (optimizer state and gradients are there by then)."""
     monkeypatch.setattr(recompute, "WORTH", 0 if recomputed else 10**12)
-    monkeypatch.setattr(budget, "WORTH", 0 if recomputed else 10**12)
+    monkeypatch.setattr(budget_module, "WORTH", 0 if recomputed else 10**12)
     tokens = 1024
     c = config(tokens_per_microbatch=tokens, **changes)
     given = model()
     half = all(torch.equal(p.bfloat16().float(), p) for p in given.parameters())
-    shapes = replace(Shapes.of(given, c), in_bfloat16=half)
-    phases = Budget(c, shapes, 80 * GIB, sampler=False).phases()
+    shapes = replace(Shapes.from_model(given, c.lora), in_bfloat16=half)
+    phases = budget(c, shapes, 80 * GIB, sampler=False).phases()
     with PretendCuda() as gpu:
         policy = model().to("cuda")
         if c.lora is not None:
@@ -79,13 +81,13 @@ def test_an_update_holds_what_is_predicted(
 
 def test_an_update_with_shared_prompts_holds_no_more_than_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "WORTH", 0)
-    monkeypatch.setattr(budget, "WORTH", 0)
+    monkeypatch.setattr(budget_module, "WORTH", 0)
     monkeypatch.setattr(batch, "PASS_TOKENS_CUDA", 256)
     c = config(tokens_per_microbatch=2048, dtype="bfloat16")
     rows = rows_of(16_384, prompt_tokens=112, siblings=16)
     with PretendCuda() as gpu:
         given = qwen3(num_hidden_layers=8)
-        predicted = Budget(c, Shapes.of(given, c), 80 * GIB, sampler=False).phases()["update"]
+        predicted = budget(c, Shapes.from_model(given, c.lora), 80 * GIB, sampler=False).phases()["update"]
         options = LearnerOptions(tokens_per_microbatch=2048, compute_dtype=torch.bfloat16)
         learner = LocalLearner(given.to("cuda"), TokenDistribution(VOCAB), options)
         assert all(part.trees is not None for part in batch.micro_batches(rows, learner._budget, pad_id=0))
@@ -101,8 +103,8 @@ def test_an_update_with_shared_prompts_holds_no_more_than_is_predicted(monkeypat
 def test_a_publish_under_lora_holds_what_is_predicted(dtype: str) -> None:
     """Merged weights go into the engine a layer at a time, and are looked at one by one before."""
     c = config(engine={"name": "local", "slots": 4, "dtype": dtype}, dtype=dtype, lora={"r": 8})
-    shapes = replace(Shapes.of(qwen3(num_hidden_layers=12), c), in_bfloat16=dtype == "bfloat16")
-    predicted = Budget(c, shapes, 80 * GIB).phases()["publish"]
+    shapes = replace(Shapes.from_model(qwen3(num_hidden_layers=12), c.lora), in_bfloat16=dtype == "bfloat16")
+    predicted = budget(c, shapes, 80 * GIB).phases()["publish"]
     with PretendCuda() as gpu:
         base = qwen3(num_hidden_layers=12).bfloat16().float().to("cuda")
         engine = LocalEngine(base, word_tokenizer(VOCAB), slots=4, max_length=128, dtype=dtype, device="cuda")
@@ -131,7 +133,7 @@ def test_generation_holds_what_is_predicted(dtype: str) -> None:
         max_prompt_length=prompt,
         max_completion_length=completion,
     )
-    predicted = Budget(c, Shapes.of(qwen3(), c), 80 * GIB, learner=False).phases()["generation"]
+    predicted = budget(c, Shapes.from_model(qwen3(), c.lora), 80 * GIB, learner=False).phases()["generation"]
     with PretendCuda() as gpu:
         engine = LocalEngine(qwen3(), word_tokenizer(VOCAB), slots=slots, dtype=dtype, device="cuda")
         gc.collect()
@@ -160,7 +162,7 @@ def test_runs_that_fit_are_planned(tmp_path: Path, name: str, gpu: str, changes:
         | {"prompts_per_step": 32, "num_generations": 8}
         | changes
     )
-    found = plan_for(c, Gpus.parsed(gpu))
+    found = plan_for(c, Gpus.from_text(gpu))
     for phases in found["memory_gib"].values():
         assert max(sum(held.values()) for held in phases.values()) <= found["gib_of_each"]
     assert found["tokens_per_microbatch"] >= 256
@@ -174,10 +176,10 @@ def test_what_fits_beside_vllm_that_sleeps(
     tmp_path: Path, name: str, gpu: str, lora: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As TRL fits them in one process; `engine: auto` is vLLM where it is installed."""
-    monkeypatch.setattr(engine_choice, "find_spec", lambda name: name)
+    monkeypatch.setattr(resolved_module, "find_spec", lambda name: name)
     values = {"model": shell(tmp_path, name), "dtype": "auto", "engine": "auto", "lora": lora}
     c = config(**values, max_prompt_length=512, max_completion_length=1024, prompts_per_step=32, num_generations=8)
-    found = plan_for(c, Gpus.parsed(gpu))
+    found = plan_for(c, Gpus.from_text(gpu))
     phases = found["memory_gib"]["GPU"]
     assert name_of(found["engine"]) == "vllm"
     assert "vLLM asleep" in phases["update"]
@@ -185,7 +187,7 @@ def test_what_fits_beside_vllm_that_sleeps(
     if (name, lora) == ("4B", None):  # at no share of the memory
         awake = {"name": "vllm", "sleep": False, "gpu_memory_utilization": 0.2}
         with pytest.raises(ConfigError, match="device: the update phase"):
-            plan_for(c.model_copy(update={"engine": awake}), Gpus.parsed(gpu))
+            plan_for(c.model_copy(update={"engine": awake}), Gpus.from_text(gpu))
 
 
 @pytest.mark.parametrize(
@@ -201,20 +203,20 @@ def test_recipes_fit_the_gpus_that_they_name(tmp_path: Path, recipe: str, name: 
     path = RECIPES / f"{recipe}.yaml"
     assert f"{path.name} --dry-run --gpu {gpu}" in path.read_text()
     assert load_config(path).model == f"Qwen/Qwen3-{name}"
-    found = plan_for(load_config(path, [f"model={shell(tmp_path, name)}"]), Gpus.parsed(gpu))
+    found = plan_for(load_config(path, [f"model={shell(tmp_path, name)}"]), Gpus.from_text(gpu))
     assert found["dtype"] == "bfloat16"
     assert found["tokens_per_microbatch"] >= 1536, "a whole row"
 
 
 def test_ranks_cut_what_one_gpu_cannot_hold(tmp_path: Path) -> None:
     c = config(model=shell(tmp_path, "8B"), dtype="bfloat16", learner={"name": "fsdp", "ranks": 4})
-    shapes = Shapes.of(shell_of(c.model), c)
+    shapes = Shapes.from_model(shell_of(c.model), c.lora)
     parts = {
-        name: Budget(c, shapes, 80 * GIB, sampler=False).phases()["update"][name] for name in ("weights", "optimizer")
+        name: budget(c, shapes, 80 * GIB, sampler=False).phases()["update"][name] for name in ("weights", "optimizer")
     }
     assert parts == {"weights": shapes.parameters, "optimizer": 2 * shapes.parameters}
     with pytest.raises(ConfigError, match="device: the update phase needs"):
-        plan_for(config(model=c.model, dtype="bfloat16"), Gpus.parsed("8x80GiB"))
+        plan_for(config(model=c.model, dtype="bfloat16"), Gpus.from_text("8x80GiB"))
 
 
 @pytest.mark.parametrize(
@@ -223,16 +225,16 @@ def test_ranks_cut_what_one_gpu_cannot_hold(tmp_path: Path) -> None:
 def test_one_that_cannot_fit_is_refused_with_the_key(tmp_path: Path, name: str, gpu: str, key: str) -> None:
     c = config(model=shell(tmp_path, name), dtype="bfloat16", max_completion_length=1024)
     with pytest.raises(ConfigError, match=rf"device: the update phase needs .*{key}"):
-        plan_for(c, Gpus.parsed(gpu))
+        plan_for(c, Gpus.from_text(gpu))
 
 
 def test_keys_and_values_are_reserved_by_memory(tmp_path: Path) -> None:
     """256 rollouts of 1,024 tokens need 36 GB of keys and values in float32; a card of 24 GiB queues them."""
     c = config(model=shell(tmp_path, "0.6B"), dtype="bfloat16", prompts_per_step=32, num_generations=8)
     c = c.model_copy(update={"max_completion_length": 1024, "max_prompt_length": 512})
-    found = plan_for(c, Gpus.parsed("24GiB"))
+    found = plan_for(c, Gpus.from_text("24GiB"))
     assert 16 <= found["engine"]["slots"] < 256
-    assert "slots" not in plan_for(c, Gpus.parsed("80GiB"))["engine"]
+    assert "slots" not in plan_for(c, Gpus.from_text("80GiB"))["engine"]
 
 
 def test_a_class_whose_activations_are_not_computed_again_needs_more() -> None:
@@ -240,26 +242,26 @@ def test_a_class_whose_activations_are_not_computed_again_needs_more() -> None:
     with torch.device("meta"):
         again, kept = LlamaForCausalLM(LlamaConfig(**sizes)), Phi3ForCausalLM(Phi3Config(**sizes, pad_token_id=0))
     c = config()
-    shapes = Shapes.of(again, c)
-    assert (shapes.recomputes, Shapes.of(kept, c).recomputes) == (True, False)
-    without = Budget(c, replace(shapes, recomputes=False), GIB)
-    assert without._activations() > 1.2 * Budget(c, shapes, GIB)._activations()
+    shapes = Shapes.from_model(again, c.lora)
+    assert (shapes.recomputes, Shapes.from_model(kept, c.lora).recomputes) == (True, False)
+    without = budget(c, replace(shapes, recomputes=False), GIB)
+    assert without._activations() > 1.2 * budget(c, shapes, GIB)._activations()
 
 
 def test_what_was_chosen_by_the_user_stays() -> None:
     c = config(tokens_per_microbatch=1000, gradient_checkpointing=False)
-    shapes = Shapes.of(qwen3(), c)
-    assert Budget(c, shapes, 80 * GIB).fitted() == {}
+    shapes = Shapes.from_model(qwen3(), c.lora)
+    assert budget(c, shapes, 80 * GIB).fitted()[1] == {}
     with pytest.raises(ConfigError, match="device: the update phase needs"):
-        Budget(c, shapes, 1 << 20).require_room()
+        budget(c, shapes, 1 << 20).require_room()
 
 
 @pytest.mark.parametrize("text", ["24", "x24GiB", "0x24GiB", "24 MiB", ""])
 def test_gpus_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ConfigError, match="--gpu: cannot read"):
-        Gpus.parsed(text)
+        Gpus.from_text(text)
 
 
 @pytest.mark.parametrize(("text", "count", "memory"), [("24GiB", 1, 24 * GIB), ("2x80gb", 2, 80 * 10**9)])
 def test_gpus_by_text(text: str, count: int, memory: int) -> None:
-    assert Gpus.parsed(text) == Gpus(count, memory)
+    assert Gpus.from_text(text) == Gpus(count, memory)

@@ -37,8 +37,7 @@ from winnow.learner.rows import Row
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
 from winnow.run import doctor
-from winnow.run.auto_settings import settle
-from winnow.run.start import Start
+from winnow.run.resolve import resolve_here
 from winnow.sampler.in_process import InProcessSampler
 from winnow.types import Rollout
 
@@ -334,7 +333,7 @@ def test_the_engine_follows_a_type_that_is_given_on_a_gpu(tmp_path: Path) -> Non
     with PretendCuda():
         for device in ("cpu", "cuda"):
             c = validate(given | {"device": device})
-            settled = settle(c, Start.of(c)).config
+            settled = resolve_here(c).config
             found[device] = settled.engine.get("dtype") if isinstance(settled.engine, dict) else None
     assert found == {"cpu": None, "cuda": "bfloat16"}
 

@@ -20,7 +20,7 @@ from winnow.learner.base import Policy, Stats
 from winnow.learner.batch import collate, micro_batches
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
-from winnow.run.build import build_learner
+from winnow.run.resolved import Options
 
 from .engine_models import word_tokenizer
 from .learner_models import assert_equal, learner_of, llama, naive_logp, random_rows
@@ -105,7 +105,7 @@ def test_a_vocabulary_with_gaps_reaches_to_its_last_id() -> None:
 def test_a_learner_is_chosen_by_name(spec: Any) -> None:
     c = validate({"model": "m", "env": "countdown", "learner": spec})
     with pytest.raises(ConfigError, match=r"Did you mean 'local'|unknown option 'ranks'"):
-        build_learner(None, c)  # type: ignore[arg-type]
+        Options.from_config(c)
 
 
 def test_nobody_outside_touches_the_model_of_a_learner() -> None:

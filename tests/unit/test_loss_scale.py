@@ -19,6 +19,7 @@ from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.loss_scale import START, LossScale
 from winnow.methods.loss import LossConfig
 from winnow.run.build_methods import build_methods
+from winnow.run.resolved import Options
 
 from ..parity import parity_reward
 from .learner_models import VOCABULARY, llama, random_rows
@@ -89,4 +90,4 @@ def test_a_cpu_refuses_it_with_the_remedy(tiny_config: dict[str, Any]) -> None:
 def test_exact_gradient_norms_refuse_it(tiny_config: dict[str, Any]) -> None:
     c = validate(tiny_config | {"dtype": "float16", "advantage": "opob", "policy_loss": "plain"})
     with pytest.raises(ConfigError, match=r"advantage: opob .*float16 rounds to 0; set dtype"):
-        build_methods(c, [])
+        build_methods(c, Options.from_config(c), [])

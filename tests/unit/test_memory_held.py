@@ -26,13 +26,12 @@ from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.optimizer import saved_state
 from winnow.learner.local.reference import frozen_copy
 from winnow.methods.loss import LossConfig
-from winnow.run import budget, engine_choice
-from winnow.run.auto_settings import settle
-from winnow.run.budget import GIB, Budget, Shapes, host_budget
-from winnow.run.build import build_learner, build_policy, build_task
-from winnow.run.build_adapters import with_lora
+from winnow.run import budget as budget_module
+from winnow.run.budget import GIB, Shapes, host_budget
+from winnow.run.build import build_learner
+from winnow.run.build_policy import build_policy, with_lora
 from winnow.run.standalone import model_config, opened
-from winnow.run.start import Start
+from winnow.run.trainer_inputs import build_task
 
 from ..builders.budgets import (
     BFLOAT16,
@@ -45,6 +44,7 @@ from ..builders.budgets import (
     shell,
     total,
 )
+from ..builders.resolving import budget, resolved
 from .engine_models import make_model, word_tokenizer
 
 
@@ -88,25 +88,24 @@ def test_an_evaluation_keeps_no_model_next_to_its_engine(name: str, tiny_model: 
     values = {"env": {"name": "countdown", "train_size": 24, "test_size": 8}, "device": "cuda"} | sizes
     with PretendCuda() as gpu, model_config(str(tmp_path), values) as (c, *_), opened(c, build_task(c.env)) as parts:
         gc.collect()
-        weights = Budget(c, Shapes.of(model, c), GIB, learner=False).phases()["publish"]["engine weights"]
+        weights = budget(c, Shapes.from_model(model, c.lora), GIB, learner=False).phases()["publish"]["engine weights"]
         assert 0.5 * weights < gpu.bytes < 1.2 * weights
         assert {p.device.type for p in parts[0].model.parameters()} == {"cpu"}
         assert not gpu.mixed, gpu.report()
 
 
-def test_an_evaluation_is_budgeted_without_a_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_is_budgeted_without_a_learner(tmp_path: Path) -> None:
     """8B fits 24 GiB for that, with vLLM's share of an engine alone; a run of the same model does not."""
-    monkeypatch.setattr(engine_choice, "find_spec", lambda name: name)
     c = config(model=shell(tmp_path, "8B"), dtype="auto", engine="auto", device="cuda", max_completion_length=1024)
     with PretendCuda(memory=24 * GIB):
-        settled = settle(c, Start.of(c), alone=True).config
+        alone = resolved(c, alone=True, install_vllm="")
         with pytest.raises(ConfigError, match="device: the update phase needs"):
-            settle(c, Start.of(c))
+            resolved(c, install_vllm="")
         c = c.model_copy(update={"model": shell(tmp_path, "1.7B"), "max_completion_length": 8192})
         with pytest.raises(ConfigError, match=r"generation phase needs .*\); lower engine\.slots or max_completion"):
-            settle(c.model_copy(update={"engine": "local", "max_prompt_length": 300_000}), Start.of(c), alone=True)
-    assert name_of(settled.engine) == "vllm"
-    assert engine_choice.engine_options(settled, alone=True).gpu_memory_utilization == 0.9
+            resolved(c.model_copy(update={"engine": "local", "max_prompt_length": 300_000}), alone=True)
+    assert name_of(alone.config.engine) == "vllm"
+    assert alone.engine.gpu_memory_utilization == 0.9
 
 
 def test_a_base_that_ends_in_bfloat16_starts_in_it(tmp_path: Path, tiny_model: Path) -> None:
@@ -118,10 +117,10 @@ def test_a_base_that_ends_in_bfloat16_starts_in_it(tmp_path: Path, tiny_model: P
     model.save_pretrained(tmp_path)
     c = config(model=str(tmp_path), device="cuda", dtype="bfloat16", lora={"r": 4}, engine=BFLOAT16)
     with PretendCuda() as gpu:
-        policy, engine = build_policy(c, Start.of(c))
-        learner = build_learner(policy, c)
+        policy, engine = build_policy(resolved(c))
+        learner = build_learner(policy, resolved(c))
         assert engine is not None
-        predicted = Budget(c, Shapes.of(model, c), 80 * GIB).phases()["publish"]
+        predicted = budget(c, Shapes.from_model(model, c.lora), 80 * GIB).phases()["publish"]
         assert gpu.peak_bytes < 1.05 * total(predicted), predicted
         assert gpu.peak_bytes < 4 * sum(p.numel() for p in model.parameters()) + predicted["engine weights"]
         assert not gpu.mixed, gpu.report()
@@ -143,12 +142,12 @@ def test_a_checkpoint_holds_a_file_at_a_time_on_the_host(
     changes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimizer and a reference tensor by tensor. A resume finds the same; the export is made on the host, too."""
-    for module in (learner_module, budget):
+    for module in (learner_module, budget_module):
         monkeypatch.setattr(module, "FILE_BYTES", 3 << 20)
     c = config(**changes)
     with PretendCuda() as gpu:
         model = qwen3().to("cuda")
-        predicted = host_budget(c, Shapes.of(model, c))
+        predicted = host_budget(c, Shapes.from_model(model, c.lora), keeps_versions=True)
         reference = frozen_copy(model) if c.keeps_reference else None
         if c.lora is not None:
             model = with_lora(model, c, None, None, word_tokenizer(VOCAB)).model

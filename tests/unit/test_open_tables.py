@@ -20,7 +20,8 @@ from winnow.methods.gate import GATES
 from winnow.methods.select import SELECTORS
 from winnow.methods.size import ROLLOUT_BATCHES, SIZES
 from winnow.run.build_methods import build_methods
-from winnow.run.trainer_inputs import Given
+from winnow.run.resolved import Options
+from winnow.run.trainer_inputs import TrainerInputs
 from winnow.sampler import SYNCS
 from winnow.tasks import ENVS
 from winnow.types import GroupKind, Prompt
@@ -164,7 +165,7 @@ class TestDottedPaths:
             method(FILTERS, spec, "filter")
 
     def test_a_file_becomes_absolute_so_that_a_run_resumes_from_anywhere(self, rules: str) -> None:
-        c = Given("m", "countdown").config(
+        c = TrainerInputs("m", "countdown").config(
             {
                 "filter": ["zero_variance", {"name": "winnow_test_rules.py:AtLeast", "mean": 0.1}],
                 "selector": "winnow_test_rules.py:AtLeast",
@@ -186,7 +187,7 @@ class TestDottedPaths:
 def test_a_method_that_builds_something_else_is_refused(rules: str, key: str, rule: str, message: str) -> None:
     c = validate({"model": "m", "env": "e", key: f"winnow_test_rules:{rule}"})
     with pytest.raises(ConfigError, match=message):
-        build_methods(c, [Prompt("p", 0, text="x")])
+        build_methods(c, Options.from_config(c), [Prompt("p", 0, text="x")])
 
 
 def test_a_size_out_of_its_bounds_is_named() -> None:
@@ -208,7 +209,7 @@ def test_a_size_out_of_its_bounds_is_named() -> None:
 class TestLists:
     def build(self, filters: Any, **config: Any) -> Any:
         c = validate({"model": "m", "env": "e", "filter": filters} | config)
-        return build_methods(c, [Prompt("p", 0, text="x")]).filter
+        return build_methods(c, Options.from_config(c), [Prompt("p", 0, text="x")]).filter
 
     def test_all_must_admit_and_the_reason_names_who_does_not(self, rules: str) -> None:
         every = self.build([{"name": "zero_variance", "max_refill_rounds": 3}, "winnow_test_rules:AtLeast"])

@@ -18,8 +18,10 @@ from winnow.methods.success import Success
 from winnow.rollout.evaluate import run_jobs
 from winnow.rollout.profile import CHUNK, Profiler
 from winnow.rollout.runner import RolloutRunner
-from winnow.run.build import build_policy, build_task, rollout_options, sampling_params
-from winnow.run.start import Start
+from winnow.run.build_policy import build_policy
+from winnow.run.initial_model import InitialModel
+from winnow.run.resolved import rollout_options, sampling_params
+from winnow.run.trainer_inputs import build_task
 
 LINE = {"id": "a", "n": 16, "correct": 3, "mean_reward": 0.1875}
 
@@ -142,7 +144,7 @@ class Bench:
             }
         )
         self.task = build_task(self.config.env)
-        self.policy, self.engine = build_policy(self.config, Start.of(self.config))
+        self.policy, self.engine = build_policy(self.config, InitialModel.from_config(self.config))
 
     def profiler(self, reward: Any = by_parity, seed: int = 0) -> Profiler:
         self.rewarder = Rewarder(reward)

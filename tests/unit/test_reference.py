@@ -17,6 +17,7 @@ from winnow.methods.advantage.grpo import Grpo
 from winnow.methods.correct import NoScale
 from winnow.methods.loss import LossConfig
 from winnow.run.build_methods import step_options
+from winnow.run.resolved import Options
 
 from ..builders.groups import make_group
 from .learner_models import VOCABULARY, llama, random_rows
@@ -86,7 +87,7 @@ def test_it_follows_at_trls_steps_whether_or_not_there_was_an_update(every: int,
         GOOD | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": every, "ref_model_mixup_alpha": 0.5}
     )
     learner = Counting()
-    step = OptimizerStep(learner, Grpo(), LossConfig(), NoScale().build(), step_options(c))  # type: ignore[arg-type]
+    step = OptimizerStep(learner, Grpo(), LossConfig(), NoScale().build(), step_options(c, Options.from_config(c)))  # type: ignore[arg-type]
     found = []
     for number in range(6):
         before = len(learner.synced)

@@ -20,6 +20,7 @@ from winnow.methods.group_kind import GroupJudge
 from winnow.methods.size.sequential import Sequential, SequentialSize
 from winnow.rollout.in_flight import reward_truncated
 from winnow.run.build_methods import build_collector, step_options
+from winnow.run.resolved import Options
 from winnow.types import Group, GroupKind, Job, Prompt, Visit
 
 from .. import parity
@@ -337,7 +338,7 @@ def test_unbiased_weights_reach_the_update(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "l.sqlite", by_parity, config).run()
     groups = [group for batch in run.update.batches for group in batch]
     assert [rollout.survival_p for group in groups for rollout in group.rollouts] == pytest.approx([4 / 6] * 16)
-    assert step_options(run.config).unbiased
+    assert step_options(run.config, Options.from_config(run.config)).unbiased
     assert run.methods.selector.probe == 2
     weights = [
         row.weight

@@ -22,8 +22,8 @@ from winnow.learner import Local
 from winnow.learner.fsdp.rank import Rank
 from winnow.learner.fsdp.shards import load_shards, save_shards
 from winnow.methods.loss import LossConfig
-from winnow.run.build import build_policy
-from winnow.run.start import Start
+from winnow.run.build_policy import build_policy
+from winnow.run.resolve import resolve_here
 
 from .learner_models import llama, random_rows
 
@@ -160,7 +160,7 @@ def test_ranks_read_the_weights_and_the_driver_has_the_adapters(
     for learner in ({}, FSDP):
         c = validate(tiny_config | READ[name] | learner)
         torch.manual_seed(0)
-        policies.append(build_policy(c, Start.of(c), with_engine=with_engine)[0])
+        policies.append(build_policy(resolve_here(c), with_engine=with_engine)[0])
     whole, cut = policies
     folder = Path(tiny_config["model"])
     assert (cut.files, cut.reference) == (folder, None)
@@ -187,7 +187,7 @@ def test_a_rank_that_reads_trains_as_one_process(name: str, tiny_config: dict[st
     learners: list[Any] = []
     for given in (c, c.model_copy(update={"learner": "local"})):
         torch.manual_seed(0)
-        policy = build_policy(given, Start.of(given), with_engine=False)[0]
+        policy = build_policy(resolve_here(given), with_engine=False)[0]
         if given is c:
             rank = Rank(0, 1, 1, "", False, {})
             rank.build(policy, given, None)

@@ -17,7 +17,7 @@ from winnow.methods.pass_rates import PassRate
 from winnow.record.account import Counts
 from winnow.record.ledger import Ledger
 from winnow.record.proof import FATES
-from winnow.run.build import build_task
+from winnow.run.trainer_inputs import build_task
 from winnow.study.simulate import Policy, Rewards, _beta, growth_to, policy_of, simulate
 from winnow.types import Group, Job, Prompt, Visit
 

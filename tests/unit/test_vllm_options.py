@@ -9,9 +9,15 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from winnow.config import ConfigError, validate
+from winnow.config import ConfigError, RunConfig, validate
 from winnow.engine.vllm.options import VllmOptions
-from winnow.run.engine_choice import engine_options
+from winnow.run.resolve import engine_for_run
+from winnow.run.resolved import Options
+
+
+def of_run(c: RunConfig) -> Any:
+    return engine_for_run(c, Options.from_config(c))
+
 
 PROCESSES = {"name": "processes", "samplers": 2}
 
@@ -29,7 +35,7 @@ PROCESSES = {"name": "processes", "samplers": 2}
 )
 def test_a_share_of_the_gpu_and_sleep_by_who_else_is_there(sync: Any, alone: bool, share: float, sleep: bool) -> None:
     c = validate({"model": "m", "env": "countdown", "engine": "vllm", "sync": sync, "max_lag": 1})
-    options = engine_options(c, alone=alone)
+    options = engine_for_run(c, Options.from_config(c), alone=alone)
     assert options.gpu_memory_utilization == pytest.approx(share)
     assert options.sleep is sleep
     assert options.max_length == c.max_prompt_length + c.max_completion_length
@@ -37,9 +43,9 @@ def test_a_share_of_the_gpu_and_sleep_by_who_else_is_there(sync: Any, alone: boo
 
 def test_what_is_given_stays() -> None:
     given = {"name": "vllm", "gpu_memory_utilization": 0.5, "sleep": False, "max_length": 77}
-    options = engine_options(validate({"model": "m", "env": "countdown", "engine": given}))
+    options = of_run(validate({"model": "m", "env": "countdown", "engine": given}))
     assert (options.gpu_memory_utilization, options.sleep, options.max_length) == (0.5, False, 77)
-    assert engine_options(validate({"model": "m", "env": "countdown", "engine": "local"})).slots == 256
+    assert of_run(validate({"model": "m", "env": "countdown", "engine": "local"})).slots == 256
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -62,4 +68,4 @@ def test_sleep_is_an_option_and_no_argument() -> None:
     with pytest.raises(ValueError, match="enable_sleep_mode is set by Winnow"):
         VllmOptions(args={"enable_sleep_mode": True})
     with pytest.raises(ConfigError, match="sleep"):
-        engine_options(validate({"model": "m", "env": "countdown", "engine": {"name": "vllm", "sleep": "auto"}}))
+        of_run(validate({"model": "m", "env": "countdown", "engine": {"name": "vllm", "sleep": "auto"}}))

@@ -38,8 +38,8 @@ class ClusterError(ValueError):
     """No cluster, or not enough resources on it."""
 
 
-def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]) -> None:
-    """Connect this process to Ray, once. A cluster started here gets enough CPUs for all `specs`.
+def join(key: str, address: str | None, cores: int = 1) -> None:
+    """Connect this process to Ray, once. A cluster started here gets at least `cores` CPUs.
 
     `key`: configuration key named in errors. Raises ClusterError when Ray is not installed or no cluster answers.
     """
@@ -58,12 +58,12 @@ def join(key: str, address: str | None, specs: Sequence[str | Mapping[str, Any]]
             raise ClusterError(
                 f"{key}: ray_address={given}: no answer ({error}); start the cluster, or correct the address"
             ) from None
-    cores = {} if given else {"num_cpus": max(sum(map(_cores, specs)), os.cpu_count() or 1)}
+    own = {} if given else {"num_cpus": max(cores, os.cpu_count() or 1)}
     try:
         with _token(own=not given):
             # "local": otherwise Ray joins any cluster already running on this machine.
             where = address or (None if given else "local")
-            started = ray.init(where, log_to_driver=False, include_dashboard=False, **cores)
+            started = ray.init(where, log_to_driver=False, include_dashboard=False, **own)
             if not given:
                 OWN.append(Path(started.address_info["session_dir"]))
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
@@ -105,13 +105,6 @@ def discard() -> None:
 
         ray.shutdown()
         shutil.rmtree(OWN.pop(), ignore_errors=True)
-
-
-def _cores(spec: str | Mapping[str, Any]) -> int:
-    """Return the CPUs a sync or learner may request; one outside the cluster counts too."""
-    options: Mapping[str, Any] = {} if isinstance(spec, str) else spec
-    members = options.get("samplers", options.get("ranks", 2))
-    return int(members) * int(options.get("threads", 1))
 
 
 def gpus_each(given: float | None, device: str, usual: int = 1) -> float:

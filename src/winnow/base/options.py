@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any
 
 import yaml
@@ -73,11 +74,16 @@ def build_options(cls: type, options: Mapping[str, Any], where: str) -> Any:
             hint = suggestion(key, known) if known else " It has no options."
             raise ConfigError(f"{where}: unknown option '{key}'.{hint}")
     try:
-        built: Any = TypeAdapter(cls).validate_python(dict(options))
+        built: Any = _adapter(cls).validate_python(dict(options))
     except ValidationError as error:
         raise ConfigError(explain(error, known, where)) from None
     refuse_truths(options, {key: getattr(built, key) for key in options}, where)
     return built
+
+
+@cache
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
 def refuse_truths(given: Mapping[str, Any], taken: Mapping[str, Any], where: str) -> None:

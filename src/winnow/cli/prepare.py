@@ -28,7 +28,7 @@ def warm_start(
     """
     values = settings(overrides, env="countdown")
     from ..config import build_options
-    from ..run.build import build_task
+    from ..run.trainer_inputs import build_task
     from ..study.warm_start import WarmStartConfig
     from ..study.warm_start import warm_start as run  # takes seconds
 

@@ -61,7 +61,7 @@ def train(
         from ..run.trainer import Trainer
 
     if gpu is not None:
-        show(plan_for(c, Gpus.parsed(gpu)), as_json)
+        show(plan_for(c, Gpus.from_text(gpu)), as_json)
         return
     if dry_run:
         try:

@@ -25,8 +25,8 @@ from ..base.install import install
 from ..config import ConfigError, MethodSpec, suggestion
 from ..env.base import Task
 from ..env.private import private
-from ..run.build import build_task
 from ..run.checkpoint import TRL_STATE
+from ..run.trainer_inputs import build_task
 from ..types import Group, Prompt, Rollout
 from .trl_batch import mask_rows
 from .trl_config import run_config

@@ -14,8 +14,8 @@ from ..env.workers.functions import compares_siblings
 from ..methods.advantage import ADVANTAGES, InUpdate
 from ..methods.select import SELECTORS
 from ..run.build_methods import Methods, build_methods, build_success
-from ..run.engine_choice import AUTO
 from ..run.preflight import require_whole_groups
+from ..run.resolved import AUTO, Options
 from .trl_engine import TrlModel, with_precision
 
 SCALES: dict[str, MethodSpec] = {
@@ -86,7 +86,7 @@ def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool, own_a
     `own_advantages`: Winnow's instead of TRL's.
     """
     names = {name: name for name in trainer.reward_func_names}
-    m = build_methods(c, task.train, build_success(c, task, names, trainer.args.reward_weights))
+    m = build_methods(c, Options.from_config(c), task.train, build_success(c, task, names, trainer.args.reward_weights))
     marks = {name: _mark(function) for name, function in zip(names, trainer.reward_funcs, strict=True)}
     require_whole_groups(c, m, marks)
     for reason in (*_reasons(trainer, c, m, by_engine), *_of_own_advantages(trainer, c, m, own_advantages)):

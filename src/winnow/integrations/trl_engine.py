@@ -23,8 +23,10 @@ from ..learner.rows import Row
 from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner
-from ..run.build import build_engine, rollout_options
-from ..run.start import require_embeddings
+from ..run.build_policy import build_engine
+from ..run.initial_model import require_embeddings
+from ..run.resolve import engine_for_run
+from ..run.resolved import Options, rollout_options
 from ..types import Group, Job, Rollout
 
 COMPARED = 8
@@ -134,7 +136,8 @@ class EngineInTrl:
         tokenizer = with_template_values(trainer._tokenizer, trainer.chat_template_kwargs)
         require_embeddings(self.model.model, tokenizer, c.model)
         trainer.eos_token_ids = end_where_rollouts_do(self.model.model, tokenizer)  # else TRL counts others as cut off
-        self._engine = build_engine(c, ModelReference(source, device, self.model.merged()), tokenizer)
+        engine = engine_for_run(c, Options.from_config(c))
+        self._engine = build_engine(engine, c, ModelReference(source, device, self.model.merged()), tokenizer)
         self._runner = RolloutRunner(
             self._engine, task, tokenizer, cast(Rewarder, _ScoredByTrl()), rollout_options(c), rules
         )

@@ -26,6 +26,7 @@ from ..record.stop_conditions import Limits
 from ..run.build_methods import build_collector, method_charts, step_options
 from ..run.checkpoint import load_state_in_trl, understood
 from ..run.preflight import refuse_used_directory
+from ..run.resolved import Options
 from ..run.resume_keys import MAY_CHANGE_ON_RESUME
 from ..run.user_code import changes, code_of
 from ..sampler.codec import prompts_of
@@ -185,7 +186,7 @@ class LoopInTrl:
         c, m, state, _ = self.config, self._methods, self._resumed, self._code
         private_directory(self.run_dir)
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
-        write_json(self.run_dir / CHARTS, method_charts(c), private=True)
+        write_json(self.run_dir / CHARTS, method_charts(c, Options.from_config(c)), private=True)
         self._ledger = ledger = Ledger.open(self.run_dir / LEDGER)
         ledger.judge = m.judge
         if state is not None:
@@ -261,7 +262,7 @@ class LoopInTrl:
             return self._sampler.outputs[0]
         trained = [(group, r) for group in batch.groups for r in group.rollouts if r.reward is not None]
         rows, self._in_batch = [self._sampler.row(*each) for each in trained], [r for _, r in trained]
-        unbiased = step_options(self.config).unbiased
+        unbiased = step_options(self.config, Options.from_config(self.config)).unbiased
         pruned = sum(r.fate == Fate.PRUNED for g in batch.groups for r in g.rollouts) if unbiased else 0
         pad_token = self._trainer._tokenizer.pad_token_id
         tensors = batch_of(

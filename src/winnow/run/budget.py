@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError, RunConfig, method, name_of, section_of
+from ..config import ConfigError, LoraConfig, RunConfig
 from ..engine import LocalOptions, VllmOptions
 from ..engine.local.engine import PREFILL_TOKENS
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
-from ..learner import LEARNERS
 from ..learner.local.learner import FILE_BYTES
 from ..learner.local.recompute import WORTH, is_gated
 from ..learner.local.vocabulary import SLICE_ELEMENTS
-from .engine_choice import engine_options
 
 GIB = 2**30
 USABLE = 0.94
@@ -90,7 +88,7 @@ class Shapes:
         return kept
 
     @classmethod
-    def of(cls, model: Any, c: RunConfig) -> Shapes:
+    def from_model(cls, model: Any, lora: LoraConfig | None) -> Shapes:
         """Return the sizes of a model, which may be on the meta device."""
         text = model.config.get_text_config()
         heads = text.num_attention_heads
@@ -99,7 +97,7 @@ class Shapes:
         embedding = model.get_input_embeddings().weight
         return cls(
             parameters=total,
-            trained=total if c.lora is None else _adapter_parameters(model, c),
+            trained=total if lora is None else _adapter_parameters(model, lora),
             vocabulary=embedding.numel(),
             vocab_size=embedding.shape[0],
             layers=text.num_hidden_layers,
@@ -114,16 +112,15 @@ class Shapes:
         )
 
 
-def _adapter_parameters(model: Any, c: RunConfig) -> int:
-    assert c.lora is not None
-    head, targets = model.get_output_embeddings(), c.lora.target_modules
+def _adapter_parameters(model: Any, lora: LoraConfig) -> int:
+    head, targets = model.get_output_embeddings(), lora.target_modules
     names = [targets] if isinstance(targets, str) else targets or ["all-linear"]
-    found = 0
+    parameters = 0
     for name, module in model.named_modules():
-        wanted = names == ["all-linear"] or name.rpartition(".")[2] in names
-        if wanted and module is not head and hasattr(module, "in_features"):
-            found += c.lora.r * (module.in_features + module.out_features)
-    return found
+        adapted = names == ["all-linear"] or name.rpartition(".")[2] in names
+        if adapted and module is not head and hasattr(module, "in_features"):
+            parameters += lora.r * (module.in_features + module.out_features)
+    return parameters
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class Gpus:
     """Bytes per GPU."""
 
     @classmethod
-    def parsed(cls, text: str) -> Gpus:
+    def from_text(cls, text: str) -> Gpus:
         """Parse `24GiB`, `80GB` or `2x80GiB`. Raises ConfigError on anything else."""
         found = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*(GiB|GB)", text.strip(), re.IGNORECASE)
         if found is None or int(found[1] or 1) < 1:
@@ -149,21 +146,26 @@ Phases = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory of a run on one GPU, which learner, sampler or both use.
-
-    Keys that are `auto` count as their smallest value.
-    """
+    """Memory of a run on one GPU, which learner, sampler or both use."""
 
     config: RunConfig
     shapes: Shapes
     memory: int
     """Bytes of the GPU."""
+    engine: Any
+    """Options of the engine for this run."""
+    ranks: int = 1
+    """GPUs that shard weights, gradients and optimizer."""
     learner: bool = True
     sampler: bool = True
+    tokens: int | None = None
+    """Tokens of a micro-batch; None: the configuration's, or the fewest."""
+    recomputed: bool | None = None
+    """Whether layers are recomputed; None: as configured."""
 
     def phases(self) -> Phases:
         """Return the bytes held, by phase and part."""
-        c, shapes, engine = self.config, self.shapes, self._engine
+        c, shapes, engine = self.config, self.shapes, self.engine
         parts: Phases = {"update": {}, "generation": {}, "publish": {}}
         if self.learner:
             resident = self._learner_parts()
@@ -181,42 +183,38 @@ class Budget:
                 parts["update"]["vLLM asleep"] = ASLEEP
         elif self.sampler:
             # the embedding is float32, and the head separate
-            weights = 4 * shapes.vocabulary + engine_bytes(c) * shapes.parameters
+            weights = 4 * shapes.vocabulary + engine_bytes(engine) * shapes.parameters
             parts["generation"] |= {"engine weights": weights} | self._generation_parts()
             parts["publish"]["engine weights"] = weights
             if not self.learner:
                 parts["publish"]["a layer in float32"] = 4 * shapes.matrices // shapes.layers
         return {phase: held for phase, held in parts.items() if held}
 
-    def with_values(self, **values: Any) -> Budget:
-        """Return the budget with other values of these keys."""
-        return replace(self, config=self.config.model_copy(update=values))
-
-    def fitted(self) -> dict[str, Any]:
-        """Return values for `auto` keys, and slots of the embedded engine, that fit the GPU."""
-        c, engine, longest = self.config, self._engine, self.config.longest
-        chosen: dict[str, Any] = {}
+    def fitted(self, *, share_given: bool = False) -> tuple[Budget, dict[str, Any]]:
+        """Return the budget with values for `auto` keys, and slots of the embedded engine, that fit the GPU; and these
+        values, `engine` as the options that change. `share_given`: vLLM's share of the memory is the user's."""
+        c, engine, longest, budget = self.config, self.engine, self.config.longest, self
+        values: dict[str, Any] = {}
         if self.learner and c.gradient_checkpointing == "auto":
-            plain = self.with_values(gradient_checkpointing=False, tokens_per_microbatch=longest)
-            chosen["gradient_checkpointing"] = plain._left("update") < 0
+            plain = replace(self, recomputed=False, tokens=longest)
+            values["gradient_checkpointing"] = plain._left("update") < 0
+            budget = replace(budget, recomputed=values["gradient_checkpointing"])
         if self.learner and c.tokens_per_microbatch == "auto":
-            empty = self.with_values(**chosen, tokens_per_microbatch=0)
+            empty = replace(budget, tokens=0)
             tokens = max(0, empty._left("update")) // max(1, empty._activations())
-            chosen["tokens_per_microbatch"] = max(AT_LEAST, min(AT_MOST, tokens))
-        if self.sampler and isinstance(engine, VllmOptions) and _given(c, "gpu_memory_utilization") is None:
+            values["tokens_per_microbatch"] = max(AT_LEAST, min(AT_MOST, tokens))
+            budget = replace(budget, tokens=values["tokens_per_microbatch"])
+        if self.sampler and isinstance(engine, VllmOptions) and not share_given:
             least = self._least_of_vllm() / self.memory
             if least > (engine.gpu_memory_utilization or 0.0):
-                chosen["engine"] = section_of(c.engine) | {
-                    "gpu_memory_utilization": min(1.0, math.ceil(100 * least) / 100)
-                }
+                values["engine"] = {"gpu_memory_utilization": min(1.0, math.ceil(100 * least) / 100)}
         if self.sampler and isinstance(engine, LocalOptions):
             size = c.num_generations  # slots that one more prompt needs
-            one = self.with_values(engine=section_of(c.engine) | {"slots": size})._left("generation")
-            two = self.with_values(engine=section_of(c.engine) | {"slots": 2 * size})._left("generation")
+            one, two = (replace(self, engine=replace(engine, slots=n * size))._left("generation") for n in (1, 2))
             slots = min(engine.slots, max(1, size + size * one // max(1, one - two)))
             if slots < engine.slots:
-                chosen["engine"] = section_of(c.engine) | {"slots": slots}
-        return chosen
+                values["engine"] = {"slots": slots}
+        return replace(budget, engine=replace(engine, **values["engine"]) if "engine" in values else engine), values
 
     def require_room(self) -> Phases:
         """Return the phases. Raises ConfigError naming one that does not fit, its memory, and keys that reduce it."""
@@ -233,31 +231,24 @@ class Budget:
         return phases
 
     @property
-    def _engine(self) -> Any:
-        return engine_options(self.config, alone=not self.learner)
-
-    @property
-    def _ranks(self) -> int:
-        """Number of GPUs that shard weights, gradients and optimizer."""
-        options = method(LEARNERS, self.config.learner, "learner")
-        ranks: Any = getattr(options, "fsdp_size", None) or getattr(options, "ranks", 1)
-        return int(ranks)
+    def _recomputes(self) -> bool:
+        return self.config.gradient_checkpointing is True if self.recomputed is None else self.recomputed
 
     @property
     def _half_base(self) -> bool:
         c = self.config
-        return c.lora is not None and c.dtype == "bfloat16" and self.shapes.in_bfloat16 and self._ranks == 1
+        return c.lora is not None and c.dtype == "bfloat16" and self.shapes.in_bfloat16 and self.ranks == 1
 
     def _left(self, phase: str) -> int:
         return int(USABLE * self.memory) - sum(self.phases().get(phase, {}).values())
 
     def _remedy(self, phase: str) -> str:
-        c, engine, keys = self.config, self._engine, []
+        c, engine, keys = self.config, self.engine, []
         if c.lora is None and self.learner:
             keys.append("set lora: {r: 16}")
         if phase == "update":
             keys += ["set optim: adamw_torch_8bit"] if c.lora is None and c.optim.startswith("adamw_torch") else []
-            keys += ["set gradient_checkpointing: true"] if c.gradient_checkpointing is not True else []
+            keys += ["set gradient_checkpointing: true"] if not self._recomputes else []
             keys += ["lower tokens_per_microbatch"]
         else:
             keys += ["lower engine.slots or max_completion_length"]
@@ -266,7 +257,7 @@ class Budget:
         return "; or ".join(keys)
 
     def _learner_parts(self) -> dict[str, int]:
-        c, shapes, ranks = self.config, self.shapes, self._ranks
+        c, shapes, ranks = self.config, self.shapes, self.ranks
         weights = 4 * shapes.parameters
         if c.lora is not None:
             weights = 4 * shapes.vocabulary + (2 if self._half_base else 4) * shapes.matrices + 4 * shapes.trained
@@ -286,8 +277,9 @@ class Budget:
         return each * shapes.trained + ends
 
     def _update_parts(self) -> dict[str, int]:
-        c, shapes, ranks = self.config, self.shapes, self._ranks
-        tokens = AT_LEAST if c.tokens_per_microbatch == "auto" else c.tokens_per_microbatch
+        c, shapes, ranks = self.config, self.shapes, self.ranks
+        given = AT_LEAST if c.tokens_per_microbatch == "auto" else c.tokens_per_microbatch
+        tokens = given if self.tokens is None else self.tokens
         parts = {"gradients": 4 * shapes.trained // ranks}
         if ranks > 1:  # unsharded: two layers, and both ends with gradients, which all layers share
             layer = shapes.matrices // shapes.layers
@@ -301,7 +293,7 @@ class Budget:
     def _activations(self) -> int:
         """Return the peak bytes per token in the backward pass: activations of all layers, and one's workspace."""
         c, shapes, half = self.config, self.shapes, self.config.dtype in HALF
-        if c.gradient_checkpointing is True:
+        if self._recomputes:
             one = shapes.kept_by_layer(half, recomputed=False, lora=c.lora is not None)
             return 4 * shapes.hidden * (shapes.layers + 1) + int(0.7 * one)
         kept = shapes.layers * shapes.kept_by_layer(half, recomputed=shapes.recomputes, lora=c.lora is not None)
@@ -311,8 +303,8 @@ class Budget:
         return kept
 
     def _generation_parts(self) -> dict[str, int]:
-        c, shapes, each = self.config, self.shapes, engine_bytes(self.config)
-        slots = min(self._engine.slots, c.prompts_per_step * c.num_generations)
+        c, shapes, each = self.config, self.shapes, engine_bytes(self.engine)
+        slots = min(self.engine.slots, c.prompts_per_step * c.num_generations)
         columns = -(-c.longest // 64) * 64
         tokens = -(-slots // max(1, c.num_generations)) * c.max_prompt_length
         attention = 4 * (2 * shapes.hidden + 6 * shapes.queries + 5 * shapes.keys)
@@ -326,17 +318,19 @@ class Budget:
 
     def _least_of_vllm(self) -> int:
         """Return vLLM's minimum: weights, its largest pass, and keys and values of a group's longest rollouts."""
-        c, shapes, dtype = self.config, self.shapes, _given(self.config, "dtype")
+        c, shapes, dtype = self.config, self.shapes, self.engine.dtype
         each = 2 if dtype in HALF or (dtype is None and shapes.in_bfloat16) else 4
         keys = c.num_generations * c.longest * shapes.kv_elements * each
         logits = 4 * 256 * shapes.vocab_size
         return each * shapes.parameters + keys + 2 * logits + VLLM_TOKENS * 4 * (shapes.hidden + shapes.intermediate)
 
 
-def host_budget(c: RunConfig, shapes: Shapes) -> Phases:
-    """Return the bytes of weights that the learner's process holds on the host, next to a GPU, by phase."""
+def host_budget(c: RunConfig, shapes: Shapes, *, keeps_versions: bool) -> Phases:
+    """Return the bytes of weights that the learner's process holds on the host, next to a GPU, by phase.
+
+    `keeps_versions`: the sampler keeps the weights of the last `max_lag` steps there."""
     whole, alone = 4 * shapes.parameters, c.lora is None
-    kept = {"kept versions": (c.max_lag + 1) * whole} if c.max_lag and name_of(c.sync) == "in_process" else {}
+    kept = {"kept versions": (c.max_lag + 1) * whole} if c.max_lag and keeps_versions else {}
     written = max(min(FILE_BYTES, whole), 4 * shapes.vocabulary) if alone else 0
     saved = 2 if shapes.in_bfloat16 and c.save_dtype != "float32" else 4
     return {
@@ -346,10 +340,6 @@ def host_budget(c: RunConfig, shapes: Shapes) -> Phases:
     }
 
 
-def engine_bytes(c: RunConfig) -> int:
+def engine_bytes(engine: Any) -> int:
     """Return the bytes of an engine's weight, key or value."""
-    return 2 if _given(c, "dtype") in HALF else 4
-
-
-def _given(c: RunConfig, option: str) -> Any:
-    return section_of(c.engine).get(option)
+    return 2 if getattr(engine, "dtype", None) in HALF else 4

@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..collect import Collector
-from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, method, name_of, suggestion
+from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, name_of, suggestion
 from ..env.base import Task
 from ..learner.step import StepOptions
 from ..methods.advantage import Advantage
 from ..methods.base import Chart, RunFacts
-from ..methods.correct import CORRECTIONS, StepScale
+from ..methods.correct import StepScale
 from ..methods.filter import AllOf, Filter
-from ..methods.gate import GATES, Gate, GateContext, NamedRule, RuleError, check_rule
+from ..methods.gate import Gate, GateContext, NamedRule, RuleError, check_rule
 from ..methods.gate.audit import AuditedGate, AuditedSelector, RuleAudit
 from ..methods.group_kind import GroupJudge
 from ..methods.loss import LossConfig
 from ..methods.select import StreamSelector
 from ..methods.size import GroupSize, RolloutBatch
 from ..methods.success import Success, default_success
-from ..methods.tables import options_of
 from ..record.account import Account
 from ..record.stop_conditions import Limits
 from ..reuse import Reuse
@@ -33,7 +32,7 @@ from ..sampler.codec import Prompts
 from ..sampler.drafts import Drafts
 from ..sampler.scheduling import AsyncPace, SyncPace
 from ..types import Prompt, Purpose
-from .catalogue import METHOD_TABLES
+from .resolved import Options
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,13 @@ def build_success(c: RunConfig, task: Task, functions: Mapping[str, str], weight
     return Success(decides and known[decides], c.success.at_least)
 
 
-def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | None = None) -> Methods:
+def build_methods(c: RunConfig, methods: Options, prompts: Sequence[Prompt], success: Success | None = None) -> Methods:
     """Build the methods of a run. `success`: what counts as right; default: a reward of 1.
 
     Raises ConfigError naming the field and the nearest valid name.
     """
-    loss, options = build_loss(c), method_options(c)
+    options = methods.methods
+    loss = build_loss(c, methods)
     with _errors_of("group_size"):
         group_size: GroupSize = options["group_size"][0].build(c.num_generations)
     _require(GroupSize, group_size, "group_size", c.group_size)
@@ -112,7 +112,7 @@ def build_methods(c: RunConfig, prompts: Sequence[Prompt], success: Success | No
         selector=selector if c.audit is None else _audited(c, c.audit, selector, judge),
         rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),
         group_size=group_size,
-        gates=build_gates(c, judge),
+        gates=build_gates(c, options["gates"], judge),
         filter=filter_,
         judge=judge,
         advantage=advantage,
@@ -140,17 +140,12 @@ def _errors_of(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {error}") from None
 
 
-def method_options(c: RunConfig) -> dict[str, list[Any]]:
-    """Return the options of every method that the configuration names, by key."""
-    return options_of(c, METHOD_TABLES)
-
-
-def method_charts(c: RunConfig) -> list[dict[str, Any]]:
+def method_charts(c: RunConfig, options: Options) -> list[dict[str, Any]]:
     """Return the charts that the methods of a run define, as JSON values."""
     charts: list[Chart] = []
-    for key, options in method_options(c).items():
-        names = gate_names(c) if key == "gates" else [key] * len(options)
-        for name, each in zip(names, options, strict=True):
+    for key, methods in {**options.methods, "sync": [options.sync], "learner": [options.learner]}.items():
+        names = gate_names(c) if key == "gates" else [key] * len(methods)
+        for name, each in zip(names, methods, strict=True):
             if hasattr(each, "charts"):
                 charts += each.charts(name)
     return [asdict(chart) for chart in charts]
@@ -162,18 +157,18 @@ def gate_names(c: RunConfig) -> list[str]:
     return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
 
 
-def rule_types(c: RunConfig) -> dict[str, type]:
+def rule_types(c: RunConfig, options: Options) -> dict[str, type]:
     """Return the classes of the rules that gates publish, by gate."""
     contexts = [GateContext(name) for name in gate_names(c)]
-    gates = [method(GATES, spec, "gates").build(context) for spec, context in zip(c.gates, contexts, strict=True)]
+    gates = [each.build(context) for each, context in zip(options.methods["gates"], contexts, strict=True)]
     return {context.name: type(gate.rule()) for context, gate in zip(contexts, gates, strict=True)}
 
 
-def build_gates(c: RunConfig, judge: GroupJudge) -> dict[str, Gate]:
+def build_gates(c: RunConfig, options: Sequence[Any], judge: GroupJudge) -> dict[str, Gate]:
     """Build the gates of a run, by name. Raises ConfigError naming the option."""
     gates: dict[str, Gate] = {}
-    for spec, name in zip(c.gates, gate_names(c), strict=True):
-        gate = method(GATES, spec, "gates").build(GateContext(name, c.seed, judge))
+    for spec, each, name in zip(c.gates, options, gate_names(c), strict=True):
+        gate = each.build(GateContext(name, c.seed, judge))
         _require(Gate, gate, "gates", spec)
         try:
             check_rule(NamedRule(name, gate.rule()))
@@ -219,22 +214,22 @@ def _same_keys(cls: type, c: RunConfig) -> dict[str, Any]:
     return {field.name: getattr(c, field.name) for field in fields(cls) if field.name in RunConfig.model_fields}
 
 
-def step_options(c: RunConfig) -> StepOptions:
-    options = method_options(c)
+def step_options(c: RunConfig, options: Options) -> StepOptions:
+    methods = options.methods
     own = {
         "warmup_steps": c.warmup,
         "kl_in_reward": c.beta if c.kl_in_reward else 0.0,
         "ref_model_sync_steps": c.ref_model_sync_steps if c.sync_ref_model else None,
-        "unbiased": any(getattr(each, "unbiased", False) for each in [*options["gates"], *options["group_size"]]),
+        "unbiased": any(getattr(each, "unbiased", False) for each in [*methods["gates"], *methods["group_size"]]),
     }
     return StepOptions(**_same_keys(StepOptions, c) | own)
 
 
-def build_loss(c: RunConfig) -> LossConfig:
+def build_loss(c: RunConfig, options: Options) -> LossConfig:
     """Build the loss. Raises ConfigError on an unknown correction, or a ratio that is always 1 or is missing."""
     own = {
         "beta": 0.0 if c.kl_in_reward else c.beta,
-        "correction": method(CORRECTIONS, c.correction, "correction"),
+        "correction": options.methods["correction"][0],
     }
     loss = LossConfig(**_same_keys(LossConfig, c) | own)
     clipping = c.changed(CLIPPING)

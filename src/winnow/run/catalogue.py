@@ -15,7 +15,7 @@ from ..learner import LEARNERS
 from ..methods import tables
 from ..sampler import SYNCS
 from ..tasks import ENVS
-from .engine_choice import AUTO
+from .resolved import AUTO
 
 _TABLES = {"env": ENVS, "sync": SYNCS, "engine": ENGINES, "learner": LEARNERS, **tables.TABLES}
 _ORDER = (
@@ -24,9 +24,6 @@ _ORDER = (
 )
 TABLES: dict[str, Mapping[str, type]] = {key: _TABLES[key] for key in _ORDER}
 """Config field -> its table, in the order a rollout passes them."""
-
-METHOD_TABLES = {key: table for key, table in TABLES.items() if key not in ("env", "engine")}
-"""Tables of methods that are built from options alone: tasks may be objects, and an engine may be `auto`."""
 
 OWN = {"type": "string", "pattern": ":", "description": "A class of your own: module:Class or file.py:Class."}
 

@@ -123,7 +123,7 @@ def check(address: str | None = None, shared: Path | None = None, node_s: float 
 
     Raises ClusterError when Ray is not installed or no cluster answers.
     """
-    cluster.join("cluster", address, [])
+    cluster.join("cluster", address)
     nodes = Nodes(node_s)
     try:
         facts = nodes.ask("facts")

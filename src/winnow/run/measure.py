@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,17 +31,19 @@ from ..base.install import NAME, install
 from ..base.noise import noise_key
 from ..base.processor import processor, usable_threads
 from ..config import ConfigError, RunConfig, validate
+from ..engine import VllmOptions
 from ..engine.base import Finished, Request
 from ..engine.loading import ModelReference, quiet_transformers
 from ..engine.pretrained import located
 from ..learner.agreement import require_agreement
 from ..learner.rows import Row
 from ..types import Rollout
-from .auto_settings import settle
-from .budget import GIB, Budget, Shapes
-from .build import build_engine, build_learner, build_policy, sampling_params
+from .budget import GIB
+from .build import build_learner
 from .build_methods import build_loss
-from .start import Start
+from .build_policy import build_engine, build_policy
+from .resolve import engine_for_run, resolve_here
+from .resolved import Resolved, sampling_params
 
 SIZES = {
     "cuda": {"prompts_per_step": 16, "num_generations": 8, "max_prompt_length": 256, "max_completion_length": 256},
@@ -73,16 +75,23 @@ class SkippedError(Exception):
 class Bench:
     """State that checks share."""
 
-    config: RunConfig
-    device: torch.device
+    resolved: Resolved
     peak: dict[str, int] = field(default_factory=dict)
     """Peak bytes of tensors on the GPU, by phase."""
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.resolved.device
 
     @cached_property
     def built(self) -> tuple[Any, Any, Any]:
         """Return tokenizer, embedded engine and learner, built as for a run."""
-        policy, engine = build_policy(self.config, Start.of(self.config))
-        return policy.tokenizer, engine, build_learner(policy, self.config)
+        policy, engine = build_policy(self.resolved)
+        return policy.tokenizer, engine, build_learner(policy, self.resolved)
 
     @cached_property
     def requests(self) -> list[Request]:
@@ -126,7 +135,7 @@ def _rollout(request: Request, ids: np.ndarray, logp: np.ndarray) -> Rollout:
 def update(bench: Bench) -> Figures:
     """Time the third of three updates: by then the optimizer has its state and kernels are loaded."""
     _, engine, learner = bench.built
-    loss = build_loss(bench.config)
+    loss = build_loss(bench.config, bench.resolved.options)
     _release(engine)
 
     def work() -> None:
@@ -142,7 +151,7 @@ def repeats(bench: Bench) -> Figures:
     model, sums = bench.built[2].model, []
     for _ in range(2):
         torch.manual_seed(0)
-        bench.built[2].accumulate(bench.rows, build_loss(bench.config), 0)
+        bench.built[2].accumulate(bench.rows, build_loss(bench.config, bench.resolved.options), 0)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         sums.append([int(gradient.view(torch.int32).sum(dtype=torch.int64)) for gradient in gradients])
         model.zero_grad()
@@ -158,9 +167,10 @@ def vllm(bench: Bench) -> Figures:
         raise SkippedError(f"vLLM is not installed; {install('vllm')}")
     tokenizer, embedded, _ = bench.built
     _release(embedded)
-    c = bench.config.model_copy(update={"engine": {"name": "vllm", "gpu_memory_utilization": VLLM_SHARE}})
+    c, options = bench.config, VllmOptions(gpu_memory_utilization=VLLM_SHARE)
+    for_run = engine_for_run(c, replace(bench.resolved.options, engine=options))
     started = time.perf_counter()
-    engine = build_engine(c, ModelReference(located(c.model), bench.device), tokenizer)
+    engine = build_engine(for_run, c, ModelReference(located(c.model), bench.device), tokenizer)
     return {"start_s": time.perf_counter() - started} | _engine(bench, engine, ("vLLM publish", "vLLM generation"))
 
 
@@ -202,11 +212,11 @@ def memory(bench: Bench) -> Figures:
     """Compare peak memory by phase, GiB: the budget's prediction and PyTorch's count."""
     if bench.device.type != "cuda":
         raise SkippedError("PyTorch does not count a CPU's memory")
-    tokens = min(bench.config.tokens_per_microbatch, _tokens(bench.config))
-    c = bench.config.model_copy(update={"tokens_per_microbatch": tokens})
+    tokens = min(int(bench.config.tokens_per_microbatch), _tokens(bench.config))
     total = torch.cuda.get_device_properties(bench.device).total_memory
+    (budget,) = bench.resolved.budgets.values()
     figures = Figures()
-    for phase, parts in Budget(c, Shapes.of(Start.of(c).shell(), c), total).phases().items():
+    for phase, parts in replace(budget, memory=total, tokens=tokens).phases().items():
         if phase in bench.peak:
             predicted, measured = sum(parts.values()) / GIB, bench.peak[phase] / GIB
             figures[phase] = {"predicted_gib": predicted, "measured_gib": measured}
@@ -251,7 +261,7 @@ def threads(bench: Bench) -> Figures:
     usable = usable_threads()
     if bench.device.type != "cpu" or usable == 1:
         raise SkippedError("there is one core, or the work is done on a GPU")
-    learner, loss = bench.built[2], build_loss(bench.config)
+    learner, loss = bench.built[2], build_loss(bench.config, bench.resolved.options)
     rows = bench.rows[: bench.config.num_generations]
 
     def work() -> None:
@@ -297,9 +307,9 @@ def measure(model: str | None, values: Mapping[str, Any], say: Callable[[str], N
     with tempfile.TemporaryDirectory() as directory:
         name = model or _made(Path(directory), large=kind == "cuda")
         c = validate(SIZES[kind] | {"env": "countdown"} | dict(values) | {"model": name})
-        machine = settle(c, Start.of(c))
-        machine.set_threads()
-        bench = Bench(machine.config, machine.device)
+        resolved = resolve_here(c)
+        resolved.set_threads()
+        bench = Bench(resolved)
         report: dict[str, Any] = _about(bench, model or "made, weights at random")
         for what, value in report.items():
             say(f"{what:16} {_shown(value)}")
@@ -338,7 +348,7 @@ def _about(bench: Bench, model: str) -> dict[str, Any]:
     about: dict[str, Any] = {
         "versions": versions,
         "processor": f"{processor()}, {torch.get_num_threads()} threads",
-        "model": {"name": model, "parameters": Shapes.of(Start.of(c).shell(), c).parameters},
+        "model": {"name": model, "parameters": bench.resolved.model.parameters},
         "settings": {key: value for key, value in c.model_dump().items() if key in settings},
     }
     if bench.device.type == "cuda":

@@ -8,15 +8,13 @@ import time
 from typing import Any
 
 from ..base import cluster
-from ..config import ConfigError, RunConfig, method
-from ..engine.loading import resolve_device, shell_of
-from ..learner import LEARNERS, Fsdp
+from ..config import ConfigError
+from ..learner import Fsdp
 from ..learner.base import Sizes
-from ..sampler import Ray, sampler_options
+from ..sampler import Ray
 from ..sampler.base import PoolOptions
-from .auto_settings import main_memory
 from .budget import Shapes, engine_bytes
-from .engine_choice import engine_options
+from .resolved import Resolved, main_memory
 
 MIB = 2**20
 FREE_S = 30.0
@@ -27,28 +25,31 @@ PROCESS_MIB = 500
 """MiB of a process without a model; measured: 390 for a sampler, 470 for a rank."""
 
 
-def placement(c: RunConfig, sizes: Sizes, rollouts: int, *, sent: bool = True) -> dict[str, Any]:
+def placement(r: Resolved, sizes: Sizes, rollouts: int, *, sent: bool = True) -> dict[str, Any]:
     """Return `samplers`, `ranks`, `nodes` and `does_not_fit`; nothing for a run of one process.
 
     `rollouts`: of one step. `sent`: ranks are sent the whole model instead of reading their shards from files.
     """
-    found: dict[str, Any] = {**_places(c)}
+    c, engine = r.config, r.engine
+    found: dict[str, Any] = {**_places(r)}
     if "samplers" in found:
-        engine = engine_options(c)
         processes = getattr(engine, "tensor_parallel_size", 1)
         at_once = min(max(rollouts // found["samplers"]["count"], 1), getattr(engine, "slots", rollouts))
         positions = at_once * c.longest
-        bytes_ = 4 * sizes.total + positions * engine_bytes(c) * Shapes.of(shell_of(c.model), c).kv_elements
+        bytes_ = (
+            4 * sizes.total
+            + positions * engine_bytes(engine) * Shapes.from_model(r.model.meta_model, c.lora).kv_elements
+        )
         found["samplers"]["mib"] = round(processes * PROCESS_MIB + bytes_ / MIB)
     if "ranks" in found:
-        cut_among = method(LEARNERS, c.learner, "learner").fsdp_size or found["ranks"]["count"]
+        cut_among = r.options.learner.fsdp_size or found["ranks"]["count"]
         reference = 4 * sizes.total if c.keeps_reference and c.lora is None else 0
         kept = reference + (4 * sizes.total + 12 * sizes.trained) / cut_among
         at_start = reference + 4 * sizes.total if sent else 0
         found["ranks"]["mib"] = round(PROCESS_MIB + max(at_start, kept) / MIB)
         found["ranks"]["mib_once_cut"] = round(PROCESS_MIB + kept / MIB)
     if found:
-        if isinstance(sampler_options(c.sync), Ray) or "ranks" in found:
+        if isinstance(r.options.sync, Ray) or "ranks" in found:
             found["nodes"] = nodes = _nodes()
         else:  # processes of this machine, which share its cores
             here = {"node": "this machine", "cpus": os.cpu_count(), "gpus": 0.0, "mib": round(main_memory() / MIB)}
@@ -57,40 +58,40 @@ def placement(c: RunConfig, sizes: Sizes, rollouts: int, *, sent: bool = True) -
     return found
 
 
-def _places(c: RunConfig) -> dict[str, dict[str, Any]]:
+def _places(r: Resolved) -> dict[str, dict[str, Any]]:
     """Return the count of each kind of process and its needs except memory. Its Ray cluster must be joined."""
     found: dict[str, dict[str, Any]] = {}
-    sampling, learner = sampler_options(c.sync), method(LEARNERS, c.learner, "learner")
+    sampling, learner, device = r.options.sync, r.options.learner, r.config.device
     if isinstance(sampling, PoolOptions):
-        gpus = sampling.gpus(c) if isinstance(sampling, Ray) else 0.0
+        gpus = sampling.gpus(device, r.engine) if isinstance(sampling, Ray) else 0.0
         found["samplers"] = {"count": sampling.samplers, "to_start": sampling.least}
         found["samplers"] |= {"cpus": sampling.threads, "gpus": gpus}
     if isinstance(learner, Fsdp):
-        found["ranks"] = {"count": learner.ranks, "cpus": learner.threads, "gpus": learner.gpus(c)}
+        found["ranks"] = {"count": learner.ranks, "cpus": learner.threads, "gpus": learner.gpus(device)}
     return found
 
 
-def require_places(c: RunConfig) -> None:
+def require_places(r: Resolved) -> None:
     """Raise ConfigError if samplers, ranks and the learner's GPU do not fit on their Ray cluster together.
 
     Waits up to `FREE_S` for resources that other jobs hold.
     """
-    sampling, learner = sampler_options(c.sync), method(LEARNERS, c.learner, "learner")
+    sampling, learner = r.options.sync, r.options.learner
     on_cluster = {"sync": sampling, "learner": learner}
     on_cluster = {key: options for key, options in on_cluster.items() if isinstance(options, Ray | Fsdp)}
     if not on_cluster:
         return
     key = next(iter(on_cluster))
     try:
-        cluster.join(key, on_cluster[key].ray_address, [c.sync, c.learner])
-        wanted = _places(c)
+        cluster.join(key, on_cluster[key].ray_address, r.options.cores)
+        wanted = _places(r)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if not isinstance(sampling, Ray):
         wanted.pop("samplers", None)
     elif sampling.min_samplers is not None:
         wanted["samplers"]["count"] = sampling.min_samplers
-    if not isinstance(learner, Fsdp) and resolve_device(c.device).type == "cuda" and cluster.gpus_here():
+    if not isinstance(learner, Fsdp) and r.device.type == "cuda" and cluster.gpus_here():
         wanted["learner"] = {"count": 1, "cpus": 0, "gpus": 1}
     needs = []
     for kind, each in wanted.items():

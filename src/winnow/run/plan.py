@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import RunConfig, method
-from ..learner import LEARNERS
-from .auto_settings import settle
+from ..config import RunConfig
+from ..sampler import InProcess
 from .budget import GIB, Gpus, Phases, engine_bytes, host_budget
+from .initial_model import InitialModel
 from .placement import placement
 from .prompt_example import prompt_example
-from .start import Start
+from .resolve import resolve
+from .resolved import Machine, Options, Resolved
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -28,7 +29,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
     longest = c.longest
     example = prompt_example(trainer.task, trainer.tokenizer)
     evaluations = c.max_steps // c.eval_steps + 1 if c.eval_steps else 0
-    why, warnings = trainer.machine.why, trainer.machine.warnings()
+    r, why, warnings = trainer.resolved, trainer.resolved.why, trainer.resolved.warnings
     return {
         "model": c.model,
         **({"model_because": why["model"]} if why.get("model") else {}),
@@ -50,7 +51,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "weights_mib": round(4 * parameters / MIB, 1),
         "gradients_and_optimizer_mib": round(12 * trained / MIB, 1),
         "published_mib": round(sum(spec.bytes for spec in trainer.learner.weights().specs.values()) / MIB, 1),
-        "engine_weights_mib": round(engine_bytes(c) * parameters / MIB, 1),
+        "engine_weights_mib": round(engine_bytes(r.engine) * parameters / MIB, 1),
         "kv_cache_mib": round(getattr(trainer.engine, "kv_bytes_per_token", 0) * _slots(trainer) * longest / MIB, 1),
         "tokens_per_microbatch": c.tokens_per_microbatch,
         "gradient_checkpointing": c.gradient_checkpointing,
@@ -63,20 +64,20 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         **({"engine_because": why["engine"]} if why.get("engine") else {}),
         "output_dir": c.output_dir,
         **_memory_of(trainer),
-        **({"warnings": warnings} if warnings else {}),
-        **placement(c, trainer.learner.sizes, rollouts, sent=not getattr(trainer.learner, "read", False)),
+        **({"warnings": list(warnings)} if warnings else {}),
+        **placement(r, trainer.learner.sizes, rollouts, sent=not getattr(trainer.learner, "read", False)),
     }
 
 
 def _memory_of(trainer: Trainer) -> dict[str, Any]:
     """Return the GiB of each phase on the run's GPU; empty on a CPU."""
-    if not trainer.machine.budgets:
+    if not trainer.resolved.budgets:
         return {}
-    budget = next(iter(trainer.machine.budgets.values()))
+    budget = next(iter(trainer.resolved.budgets.values()))
     whole = replace(budget, memory=torch.cuda.get_device_properties(trainer.learner.device).total_memory)
     return {
         "memory_gib": _in_gib(whole.phases()),
-        "host_memory_gib": _in_gib(host_budget(trainer.config, budget.shapes)),
+        "host_memory_gib": _in_gib(_on_host(trainer.resolved)),
     }
 
 
@@ -90,18 +91,24 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
     Reads only the model's configuration. With two GPUs or more the learner has the first and samplers the others.
     Raises ConfigError when the run cannot fit, with the keys to change.
     """
-    machine = settle(c, Start.of(c), gpus=gpus)
-    c, budgets = machine.config, machine.budgets
+    machine, model = Machine.with_gpus(gpus), InitialModel.from_config(c).read(c)
+    r = resolve(c, Options.from_config(c), machine, model)
+    c, budgets = r.config, r.budgets
     shapes = next(iter(budgets.values())).shapes
     found: dict[str, Any] = {"model": c.model, "parameters": shapes.parameters, "trained_parameters": shapes.trained}
     for key in ("dtype", "tokens_per_microbatch", "gradient_checkpointing", "engine"):
         found[key] = getattr(c, key)
-    found |= {"engine_because": machine.why.get("engine", "as configured"), "gpus": gpus.count}
+    found |= {"engine_because": r.why.get("engine", "as configured"), "gpus": gpus.count}
     found["gib_of_each"] = round(gpus.memory / GIB, 1)
     found["memory_gib"] = {name: _in_gib(budget.phases()) for name, budget in budgets.items()}
-    if "own_devices" not in getattr(method(LEARNERS, c.learner, "learner"), "provides", ()):
-        found["host_memory_gib"] = _in_gib(host_budget(c, shapes))
+    if not r.options.learns_elsewhere:
+        found["host_memory_gib"] = _in_gib(_on_host(r))
     return found
+
+
+def _on_host(r: Resolved) -> Phases:
+    shapes = next(iter(r.budgets.values())).shapes
+    return host_budget(r.config, shapes, keeps_versions=isinstance(r.options.sync, InProcess))
 
 
 def rollouts_per_step(trainer: Trainer) -> int:

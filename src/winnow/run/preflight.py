@@ -17,7 +17,6 @@ from ..config import (
     RunConfig,
     as_saved,
     from_saved,
-    method,
     name_of,
     section_of,
     validate,
@@ -27,16 +26,16 @@ from ..env.base import Task
 from ..env.prompt_store import StoredPrompts
 from ..env.prompting import encode_observation, encode_prompt
 from ..env.rewards.rewarder import Rewarder
-from ..learner import LEARNERS, Learner
+from ..learner import Learner
 from ..learner.agreement import Agreement, require_agreement
 from ..learner.step import scheduled_lr
 from ..record.records import CONFIG, LEDGER, START, RunDirectoryError
 from ..rollout.evaluate import RollOut
-from ..sampler import sampler_options
+from ..sampler import SamplerOptions
 from ..types import Job, Prompt, Visit
-from .build import sampling_params
 from .build_methods import Methods, step_options
 from .prompt_example import warn_of_plain_text
+from .resolved import Options, sampling_params
 from .resume_keys import MAY_CHANGE_ON_RESUME
 
 PROBED, PROBES_EACH = 4, 2
@@ -50,17 +49,16 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
     begun = validate(from_saved(saved))
     before, now = as_saved(begun), as_saved(config)
     free = MAY_CHANGE_ON_RESUME | {"output_dir"}
-    repeatable = any("repeatable" in sampler_options(c["sync"]).provides for c in (before, now))
+    options = [Options.from_config(c) for c in (begun, config)]
+    repeatable = any("repeatable" in each.sync.provides for each in options)
     if before["sync"] != now["sync"] and (repeatable or name_of(before["sync"]) != name_of(now["sync"])):
         free -= {"sync"}
-    elastic = all(
-        "elastic" in getattr(method(LEARNERS, c["learner"], "learner"), "provides", ()) for c in (before, now)
-    )
+    elastic = all("elastic" in getattr(each.learner, "provides", ()) for each in options)
     if not elastic or name_of(before["learner"]) != name_of(now["learner"]):
         free -= {"learner"}
     if _without_memory_options(before["engine"]) != _without_memory_options(now["engine"]):
         free -= {"engine"}
-    if not _same_rates(begun, config):
+    if not _same_rates(begun, config, *options):
         free -= {"max_steps"}
     changed = [k for k in now if before.get(k) != now[k] and k not in free]
     if changed:
@@ -71,9 +69,9 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
         raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
 
 
-def _same_rates(begun: RunConfig, now: RunConfig) -> bool:
+def _same_rates(begun: RunConfig, now: RunConfig, *options: Options) -> bool:
     """Whether the learning rates of the steps that both configurations have are the same, and the one after them."""
-    before, after = step_options(begun), step_options(now)
+    before, after = (step_options(c, each) for c, each in zip((begun, now), options, strict=True))
     steps = range(min(begun.max_steps, now.max_steps) + 1)
     return begun.max_steps == now.max_steps or all(scheduled_lr(n, before) == scheduled_lr(n, after) for n in steps)
 
@@ -166,7 +164,7 @@ def require_whole_groups(c: RunConfig, m: Methods, comparing: Mapping[str, bool 
         )
 
 
-def require_reuse(c: RunConfig, carry: bool) -> None:
+def require_reuse(c: RunConfig, sync: SamplerOptions, carry: bool) -> None:
     """Raise ConfigError for a `reuse` under which no group can be trained again. `carry`: a batch may wait a step."""
     if c.reuse is None:
         return
@@ -175,7 +173,7 @@ def require_reuse(c: RunConfig, carry: bool) -> None:
             "reuse: has no effect with prompts_per_step: 1, as one group of a batch is new; raise prompts_per_step, or "
             "remove reuse"
         )
-    exact = getattr(sampler_options(c.sync), "lag", None) == "exact" and not carry
+    exact = getattr(sync, "lag", None) == "exact" and not carry
     if exact and c.reuse.max_age <= c.max_lag:
         raise ConfigError(
             f"reuse: max_age: {c.reuse.max_age} must be above max_lag: {c.max_lag}, the age at which every group is "

@@ -13,7 +13,7 @@ from ..config import RunConfig, section_of
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..methods.success import Success
-from .build import sampling_params
+from .resolved import sampling_params
 
 
 def profile_settings(c: RunConfig, task: Task, rewarder: Rewarder, success: Success) -> dict[str, Any]:

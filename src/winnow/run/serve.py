@@ -27,9 +27,13 @@ from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.heartbeat import HEARTBEAT_S, busy
 from ..sampler.weights import fingerprints, read_weights
-from .build import build_engine, build_rewarder, build_task, rollout_options
+from .build import build_rewarder
 from .build_methods import rule_types
-from .start import Start
+from .build_policy import build_engine
+from .initial_model import InitialModel
+from .resolve import engine_for_run
+from .resolved import Options, rollout_options
+from .trainer_inputs import build_task
 
 PROCESS_NAME = "winnow-sampler"
 Reply = Callable[[dict[str, Any]], None]
@@ -53,6 +57,7 @@ class Server:
 
     def __init__(self, start: Mapping[str, Any], reply: Reply, read: ReadWeights) -> None:
         c = validate(start["config"])
+        methods = Options.from_config(c)
         if start["device"] is not None:
             c = c.model_copy(update={"device": alone_on(start["device"])})
         quiet_transformers()
@@ -60,14 +65,14 @@ class Server:
         self.task = build_task(c.env)
         self._prompts = prompts_of(self.task)
         tokenizer = with_template(load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
-        model = Start.of(c)
+        model = InitialModel.from_config(c)
         base = None if model.adapter is None else model.load()[0]
-        self.engine = build_engine(c, model.reference(c.device, base), tokenizer)
+        self.engine = build_engine(engine_for_run(c, methods), c, model.reference(c.device, base), tokenizer)
         self.rewarder = build_rewarder(c, self.task)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])
         self.runner = RolloutRunner(self.engine, self.task, tokenizer, self.rewarder, options)
-        self.rule_types = rule_types(c)
+        self.rule_types = rule_types(c, methods)
         self._reply, self._read = reply, read
         self._reported, self._idle_s, self._tokens = time.monotonic(), 0.0, 0
         for name, mine in fingerprints(self.task, tokenizer).items():

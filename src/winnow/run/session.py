@@ -17,7 +17,6 @@ from rich.console import Console
 
 from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
-from ..base.memory import heap_frozen
 from ..base.state import at
 from ..config import ConfigError, as_saved
 from ..env.rewards.rewarder import Rewarder
@@ -32,90 +31,105 @@ from ..record.watchdogs import Watchdogs, first_figures
 from ..reuse import Reuse
 from ..rollout.evaluate import Evaluation
 from ..rollout.profile import Profiler
-from ..sampler import SamplersLostError, sampler_options
+from ..sampler import SamplersLostError
 from ..sampler.base import SamplerRefusedError
 from ..sampler.codec import prompts_of
 from ..sampler.in_process import InProcessSampler
 from ..types import Group
 from . import checkpoint
-from .assembly import Assembly
+from .build import Parts
 from .build_methods import build_collector, method_charts, step_options
 from .callbacks import Callbacks
 from .hub import push_if_due
-from .interrupt import StopSignals
 from .model_card import write_card
 from .preflight import NothingSampledError
-from .prompt_example import PromptExample, prompt_example
+from .prompt_example import prompt_example
 from .user_code import changes, code_of
 
 
 class Session:
-    """Opens the run directory, whose lock the caller holds, and runs steps until it is closed.
+    """A run: `open` its directory, whose lock the caller holds, `start` it, then run steps until it is closed.
 
-    `found`: the checkpoint to resume. Raises ConfigError, CheckpointError or RunStoppedError when it cannot.
+    `resume_from`: the checkpoint to resume. `begun_at`: `time.monotonic()` before anything was loaded.
     """
 
-    def __init__(self, built: Assembly, callbacks: Callbacks, console: Console, found: Path | None) -> None:
-        self.built = built
-        self.config = built.config
-        self.run_dir = Path(built.config.output_dir)
+    def __init__(
+        self, parts: Parts, callbacks: Callbacks, console: Console, resume_from: Path | None, begun_at: float
+    ) -> None:
+        self.parts = parts
+        self.config = parts.config
+        self.run_dir = Path(parts.config.output_dir)
         self.stop_requested = False
-        self._solved = self._said_undecided = False
+        self._resume_from, self._begun_at = resume_from, begun_at
         self._callbacks = callbacks
         self._console = console
+        self._solved = self._said_undecided = False
         self._compare_at = 1
         self._evaluated_at: int | None = None
         self._metrics: dict[str, float] = {}
-        state = checkpoint.load_run_state(found) if found else None
+        self._open_parts = ExitStack()
+
+    def open(self) -> None:
+        """Open directory, ledger and records, rolled back to the checkpoint or the start.
+
+        Raises ConfigError where task, model, rewards or code are not those of the run, CheckpointError when files are
+        missing or damaged.
+        """
+        c, parts, found = self.config, self.parts, self._resume_from
+        self._state = state = checkpoint.load_run_state(found) if found else None
         self._seconds_before = float(state["seconds_total"]) if state else 0.0
-        with ExitStack() as stack:
-            self._open(stack, state, found)
+        parts.require_same(state["fingerprints"] if state else fingerprints_of(self.run_dir))
+        self._code = code_of(c, [*parts.rewarder.specs, parts.task, *self._callbacks])
+        known = state.get("code", {}) if state else fingerprints_of(self.run_dir, "code")
+        self._changes = changes(known, self._code, state["loop"]["step"] if state else 0, strict=c.resume == "strict")
+        write_json(self.run_dir / CONFIG, as_saved(c), private=True)
+        write_json(self.run_dir / CHARTS, method_charts(c, parts.resolved.options), private=True)
+        parts.resolved.say(self._console)
+        if (example := prompt_example(parts.task, parts.tokenizer)) is not None:  # for the page
+            write_json(self.run_dir / PROMPT, asdict(example), private=True)
+            if state is None:
+                self._console.print(example.line(), highlight=False, markup=False, soft_wrap=True)
+        with ExitStack() as stack:  # closed if this fails
+            self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
+            self._open_ledger(state)
+            shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
+            offsets, step = (state["offsets"], state["loop"]["step"]) if state else (None, None)
+            turns = parts.task.max_turns
+            self._records = Records(self.run_dir, c, offsets, step=step, max_turns=turns, tokenizer=parts.tokenizer)
+            stack.callback(self._records.close)
+            rewarder = parts.rewarder
+            first, opening = first_figures(self.run_dir / METRICS), example.opening if example else ""
+            self._watchdogs = Watchdogs(c, first, rewarder.names, rewarder.in_threads, opening)
+            self.loop = self._loop()
             self._open_parts = stack.pop_all()
 
-    def _open(self, stack: ExitStack, state: Mapping[str, Any] | None, found: Path | None) -> None:
-        c, built = self.config, self.built
-        self._require_same(state["fingerprints"] if state else fingerprints_of(self.run_dir))
-        self._code = code_of(c, [*built.rewarder.specs, built.task, *self._callbacks])
-        known = state.get("code", {}) if state else fingerprints_of(self.run_dir, "code")
-        changed = changes(known, self._code, state["loop"]["step"] if state else 0, strict=c.resume == "strict")
-        write_json(self.run_dir / CONFIG, as_saved(c), private=True)
-        write_json(self.run_dir / CHARTS, method_charts(c), private=True)
-        built.machine.say(self._console)
-        if (example := prompt_example(built.task, built.tokenizer)) is not None:
-            self._show_prompt(example, again=state is not None)
-        built.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)
-        self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
-        self._open_ledger(state)
-        shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
-        offsets, step = (state["offsets"], state["loop"]["step"]) if state else (None, None)
-        turns = built.task.max_turns
-        self._records = Records(self.run_dir, c, offsets, step=step, max_turns=turns, tokenizer=built.tokenizer)
-        stack.callback(self._records.close)
-        self.loop = self._loop()
-        if state is not None and found is not None:
-            self._restore(state, found)
-        else:
-            self._start_sampler()
-        self._display = stack.enter_context(Display(self._console, start=self.loop.step, max_steps=c.max_steps))
-        rewarder = built.rewarder
-        first, opening = first_figures(self.run_dir / METRICS), example.opening if example else ""
-        self._watchdogs = Watchdogs(c, first, rewarder.names, rewarder.in_threads, opening)
-        if changed:
-            self._warn(self.loop.step, changed)
-        self._look_at_agreement(self.loop.step)
-        self._look_at_success(self.loop.step)
-        self._notify("on_train_begin")
-        evaluation = self._evaluate(0) if state is None else None  # before the first update
-        if evaluation is not None:
+    def start(self) -> None:
+        """Restore the checkpoint or publish the first weights, and evaluate before the first update.
+
+        Raises ConfigError or RunStoppedError when samplers cannot run this, CheckpointError on a damaged state.
+        """
+        c, parts, state = self.config, self.parts, self._state
+        with self._open_parts as stack:  # closed if this fails
+            parts.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)
+            if state is not None and self._resume_from is not None:
+                self._restore(state, self._resume_from)
+            else:
+                self._start_sampler()
+            self._display = stack.enter_context(Display(self._console, start=self.loop.step, max_steps=c.max_steps))
+            if self._changes:
+                self._warn(self.loop.step, self._changes)
+            self._look_at_agreement(self.loop.step)
+            self._look_at_success(self.loop.step)
+            self._notify("on_train_begin")
+            if state is None:
+                self._evaluate_the_start()
+            self._open_parts = stack.pop_all()
+
+    def _evaluate_the_start(self) -> None:
+        if (evaluation := self._evaluate(0)) is not None:
             metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
             self._record(0, metrics, [])
             self.loop.warn_of_evaluation(evaluation)
-
-    def _show_prompt(self, example: PromptExample, *, again: bool) -> None:
-        """Save one prompt as the model sees it for the page; print it at the start of a run."""
-        write_json(self.run_dir / PROMPT, asdict(example), private=True)
-        if not again:
-            self._console.print(example.line(), highlight=False, markup=False, soft_wrap=True)
 
     def _open_ledger(self, state: Mapping[str, Any] | None) -> None:
         """Roll back what a crash left in the ledger, or start a new one."""
@@ -133,23 +147,23 @@ class Session:
             ledger.rollback(mark, reason="restarted before the first checkpoint")
         else:
             ledger.set_meta("max_lag", str(self.config.max_lag))
-            ledger.set_meta("success", str(self.built.methods.judge.success))
-            ledger.set_meta("fingerprints", json.dumps(self.built.fingerprints))
+            ledger.set_meta("success", str(self.parts.methods.judge.success))
+            ledger.set_meta("fingerprints", json.dumps(self.parts.fingerprints))
             ledger.set_meta("code", json.dumps(self._code))
             ledger.set_meta("finished", "false")
             write_json(start, ledger.mark(), private=True)
         self._book_probes()
 
     def _loop(self) -> Loop:
-        c, m, built = self.config, self.built.methods, self.built
+        c, m, parts = self.config, self.parts.methods, self.parts
         reuse = None
         if c.reuse is not None:
-            ratios = partial(log_ratios, learner=built.learner)
-            reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, m.judge, ratios, built.sampler.run)
-        asynchronous = "asynchronous" in sampler_options(c.sync).provides
-        prompts = prompts_of(built.task)
-        collector = build_collector(c, m, built.sampler, self.ledger, prompts, asynchronous=asynchronous, reuse=reuse)
-        step = OptimizerStep(built.learner, m.advantage, m.loss, m.step_scale, step_options(c))
+            ratios = partial(log_ratios, learner=parts.learner)
+            reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, m.judge, ratios, parts.sampler.run)
+        asynchronous = parts.resolved.options.asynchronous
+        prompts = prompts_of(parts.task)
+        collector = build_collector(c, m, parts.sampler, self.ledger, prompts, asynchronous=asynchronous, reuse=reuse)
+        step = OptimizerStep(parts.learner, m.advantage, m.loss, m.step_scale, step_options(c, parts.resolved.options))
         hooks = Hooks(
             begin=lambda step: self._notify("on_step_begin"),
             published=self._compare_again,
@@ -160,40 +174,32 @@ class Session:
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
             warn=self._warn,
         )
-        return Loop(collector, built.sampler, built.learner, step, hooks)
+        return Loop(collector, parts.sampler, parts.learner, step, hooks)
 
     def _start_sampler(self) -> None:
         """Publish the first weights and rules. Samplers with their own engines are compared with the learner here."""
         try:
             self.loop.publish()
-            if self.built.engine is None:
+            if self.parts.engine is None:
                 self._compare()
         except SamplerRefusedError as error:
             raise ConfigError(str(error)) from None
         except SamplersLostError as error:
             raise RunStoppedError(f"step {self.loop.step}: {error}") from None
 
-    def _require_same(self, saved: Mapping[str, str]) -> None:
-        """Raise ConfigError unless task, tokenizer, base model and reward functions are those of `saved`, if any."""
-        for name, now in self.built.fingerprints.items() if saved else ():
-            if saved.get(name) != now:
-                raise ConfigError(
-                    f"{self.run_dir}: the {name} is not the one this run was saved with; restore it, or start a new run"
-                )
-
     def _restore(self, state: Mapping[str, Any], found: Path) -> None:
         with checkpoint.understood(found / checkpoint.STATE), at("loop"):
             self.loop.load_state_dict(state["loop"])
             for rollout in (r for group in self.loop.collector.kept_groups() for r in group.rollouts):
                 if rollout.reward is not None:  # without one it is not trained, and may be too long
-                    self.built.learner.sizes.require_fit(rollout)
+                    self.parts.learner.sizes.require_fit(rollout)
         for row in read_metrics(self.run_dir):
             self._at(int(row["step"]))
             self._callbacks.state.log(row)
             self._callbacks.state.evaluated(row, self.config)
         self._at(self.loop.step)
-        self.built.learner.load(found)
-        self.built.sampler.load(found)
+        self.parts.learner.load(found)
+        self.parts.sampler.load(found)
         self._start_sampler()
         with checkpoint.understood(found / checkpoint.STATE), at("loop.in_flight"):
             self.loop.collector.relaunch(state["loop"]["in_flight"])
@@ -204,16 +210,11 @@ class Session:
         Raises RunStoppedError when going on is useless for another reason, KeyboardInterrupt after saving when it was
         interrupted.
         """
-
-        def announce() -> None:
-            self._console.print("finishing this step, then saving; once more to stop at once", style="yellow")
-
-        with StopSignals(self.request_stop, announce), heap_frozen():
-            try:
-                self.loop.run()
-            except TaskSolvedError as solved:
-                self._console.print(str(solved), style="green", markup=False)
-                self.solved()
+        try:
+            self.loop.run()
+        except TaskSolvedError as solved:
+            self._console.print(str(solved), style="green", markup=False)
+            self.solved()
         if self.stop_requested and not self._solved and self.loop.step < self.config.max_steps:
             raise KeyboardInterrupt(f"saved at step {self.loop.step}; go on with: winnow resume {self.run_dir}")
 
@@ -238,11 +239,11 @@ class Session:
 
     def evaluate_after_end(self, rewarder: Rewarder) -> dict[str, float]:
         """Return held-out metrics of the last policy after `close`, which closed the run's own rewarder and ledger."""
-        sampler = self.built.sampler
+        sampler = self.parts.sampler
         if not isinstance(sampler, InProcessSampler):
             raise ConfigError(f"evaluate: the samplers have ended with the run; run `winnow eval {self.run_dir}`")
         sampler.runner.rewarder = rewarder
-        return self._evaluated(self.built.evaluate())
+        return self._evaluated(self.parts.evaluate())
 
     def _evaluated(self, found: Evaluation) -> dict[str, float]:
         metrics = {f"eval/{name}": value for name, value in found.metrics.items()}
@@ -254,7 +255,7 @@ class Session:
         """Save the model as a Hugging Face directory and close the ledger; return last evaluation and totals."""
         self._save_if_due(self.loop.step, True)
         rows = read_metrics(self.run_dir)
-        self.built.export(self.run_dir / "model")
+        self.parts.export(self.run_dir / "model")
         self.loop.close()
         write_card(self.run_dir / "model", self.config, self.ledger.totals(), rows)
         readable(self.run_dir / "model")
@@ -290,23 +291,23 @@ class Session:
 
     def _compare(self) -> None:
         try:
-            self.built.compare()
+            self.parts.compare()
         finally:
             self._book_probes()
 
     def _book_probes(self) -> None:
-        probed, self.built.probed = self.built.probed, []
+        probed, self.parts.probed = self.parts.probed, []
         if probed:
             self.ledger.probes(probed)
 
     def _look_at_agreement(self, step: int) -> None:
-        agreement, self.built.agreement = self.built.agreement, None
+        agreement, self.parts.agreement = self.parts.agreement, None
         message = self._watchdogs.probed(agreement.mean) if agreement is not None else None
         if message:
             self._warn(step, message)
 
     def _look_at_success(self, step: int) -> None:
-        success = self.built.methods.judge.success
+        success = self.parts.methods.judge.success
         if success.undecided and not self._said_undecided:
             self._said_undecided = True
             self._warn(
@@ -326,7 +327,7 @@ class Session:
         return self._evaluate_now(step) if self._callbacks.take("should_evaluate") or due else None
 
     def _evaluate_now(self, step: int) -> Evaluation:
-        found = self.built.evaluate()
+        found = self.parts.evaluate()
         self._evaluated_at = step
         self.ledger.evaluation(step, rollouts=found.rollouts, tokens=found.tokens, seconds=found.seconds)
         self._records.samples(step, found.groups, "test")
@@ -334,21 +335,21 @@ class Session:
 
     def _profile(self, step: int) -> None:
         """Give the selector fresh pass rates of all training prompts, if it asks for them."""
-        m = self.built.methods
+        m = self.parts.methods
         n = m.selector.wants_profile(step)
         if not n or step == self.config.max_steps:
             return
-        profiler = Profiler(self.built.sampler.run)
-        m.selector.profiled(profiler.run(self.built.task.train, n=n, success=m.judge.success, epoch=step))
+        profiler = Profiler(self.parts.sampler.run)
+        m.selector.profiled(profiler.run(self.parts.task.train, n=n, success=m.judge.success, epoch=step))
         self.ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
 
     def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        metrics |= self.built.rewarder.pop_metrics() | {"seconds_total": self._seconds()}
+        metrics |= self.parts.rewarder.pop_metrics() | {"seconds_total": self._seconds()}
         self._at(step)
         self._records.metrics(metrics)
         self._records.samples(step, groups, "train")
-        self._records.signals(groups, self.built.methods.judge)
-        self._display.update(step, metrics, self.built.sampler.nodes)
+        self._records.signals(groups, self.parts.methods.judge)
+        self._display.update(step, metrics, self.parts.sampler.nodes)
         self._look_at_success(step)
         for message in self._watchdogs.observe(metrics, groups):
             self._warn(step, message)
@@ -364,17 +365,17 @@ class Session:
 
     def _at(self, step: int) -> None:
         """Report the current step to rewards and callbacks."""
-        self.built.rewarder.trainer_state.global_step = step
+        self.parts.rewarder.trainer_state.global_step = step
         self._callbacks.state.global_step = step
-        self._callbacks.state.epoch = step * self.config.prompts_per_step / len(self.built.task.train)
+        self._callbacks.state.epoch = step * self.config.prompts_per_step / len(self.parts.task.train)
 
     def _notify(self, event: str, **kwargs: Any) -> None:
-        model = getattr(self.built.learner, "model", None)
-        optimizer = getattr(self.built.learner, "optimizer", None)
-        self._callbacks.call(event, model=model, optimizer=optimizer, processing_class=self.built.tokenizer, **kwargs)
+        model = getattr(self.parts.learner, "model", None)
+        optimizer = getattr(self.parts.learner, "optimizer", None)
+        self._callbacks.call(event, model=model, optimizer=optimizer, processing_class=self.parts.tokenizer, **kwargs)
 
     def _seconds(self) -> float:
-        return self._seconds_before + time.monotonic() - self.built.begun
+        return self._seconds_before + time.monotonic() - self._begun_at
 
     def _totals(self) -> dict[str, float]:
         tokens = self.loop.collector.num_tokens
@@ -387,13 +388,13 @@ class Session:
         state = {
             "loop": self.loop.state_dict(),
             "config": as_saved(self.config),
-            "fingerprints": self.built.fingerprints,
+            "fingerprints": self.parts.fingerprints,
             "offsets": self._records.offsets(),
             "seconds_total": self._seconds(),
             "ledger": self.ledger.mark(),
             "code": self._code,
         }
-        saved = checkpoint.save(self.run_dir, step, state, self.built.save, keep_last=self.config.save_total_limit)
+        saved = checkpoint.save(self.run_dir, step, state, self.parts.save, keep_last=self.config.save_total_limit)
         self.ledger.set_meta("saved", str(step))
         push_if_due(self.run_dir, self.config, saved)
         self._notify("on_save")

@@ -11,15 +11,18 @@ from typing import Any
 from ..config import REFERENCE, ConfigError, RunConfig, validate
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
+from ..learner import Policy
 from ..record.records import LEDGER, fingerprints_of, read_config
 from ..rollout.evaluate import RollOut, evaluate, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
-from .auto_settings import settle
-from .build import Policy, build_policy, build_rewarder, build_task, rollout_options
+from .build import build_rewarder
 from .build_methods import build_success
+from .build_policy import build_policy
 from .preflight import check_rewards
-from .start import Start
+from .resolve import resolve_here
+from .resolved import rollout_options
+from .trainer_inputs import build_task
 
 
 def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,11 +81,10 @@ def opened(
     `saved`: fingerprints of a run's task and reward functions. `report`: extra values of evaluation rollouts; see
     `RolloutOptions`. Raises ConfigError where the configuration does not make the same ones, e.g. as they were objects.
     """
-    start = Start.of(config)
-    machine = settle(config, start, alone=True)
-    machine.set_threads()
-    config = machine.config
-    policy, engine = build_policy(config, start, alone=True)
+    resolved = resolve_here(config, alone=True)
+    resolved.set_threads()
+    config = resolved.config
+    policy, engine = build_policy(resolved)
     rewarder = build_rewarder(config, task)
     assert engine is not None
     runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(config, report=report))

@@ -6,6 +6,7 @@ Trainer(model="path/or/hub-name", env="countdown", config={"max_steps": 200}).tr
 from __future__ import annotations
 
 import shutil
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,20 +17,21 @@ import torch
 from rich.console import Console
 
 from ..base.files import private_directory, readable
+from ..base.memory import heap_frozen
 from ..config import ConfigError, RunConfig
 from ..env.rewards.rewarder import RewardSpec
 from ..learner import LearnerLostError
 from ..record.records import RunDirectoryError, lock
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError, memory_errors
 from . import checkpoint
-from .assembly import assemble, require_held_out
-from .build import build_rewarder
+from .build import build, build_rewarder, require_held_out
 from .callback_arguments import CallbackArguments
 from .callbacks import Callbacks, TrainerState
+from .interrupt import StopSignals
 from .preflight import refuse_changes, refuse_used_directory
 from .resume_keys import resumed_config
 from .session import Session
-from .trainer_inputs import Given
+from .trainer_inputs import TrainerInputs
 from .trl_arguments import config_from, given_again, refuse_resume
 
 
@@ -66,7 +68,7 @@ class Trainer:
         **of_trl: Any,
     ) -> None:
         config = config_from(config, of_trl)
-        given = Given(model, env, reward_funcs, processing_class, train_dataset, eval_dataset).normalized()
+        given = TrainerInputs(model, env, reward_funcs, processing_class, train_dataset, eval_dataset).normalized()
         self._set_up(given, given.config(config), callbacks or (), resume=False)
 
     @classmethod
@@ -84,12 +86,13 @@ class Trainer:
         `Trainer` that were objects (a model, rows, functions). Raises ConfigError naming what differs.
         """
         trainer = cls.__new__(cls)
-        again = Given(**given_again(given)).normalized()
+        again = TrainerInputs(**given_again(given)).normalized()
         saved = resumed_config(Path(run_dir), overrides or {})
         trainer._set_up(again, again.config(saved.model_dump(), resumed=True), callbacks, resume=True)
         return trainer
 
-    def _set_up(self, given: Given, config: RunConfig, callbacks: Iterable[Any], *, resume: bool) -> None:
+    def _set_up(self, given: TrainerInputs, config: RunConfig, callbacks: Iterable[Any], *, resume: bool) -> None:
+        self._begun_at = time.monotonic()
         self.console = Console(quiet=True)
         self.run_dir = Path(config.output_dir)
         self._resumed, self._rewards = resume, given.reward_list
@@ -102,20 +105,22 @@ class Trainer:
             if not resume:
                 refuse_used_directory(self.run_dir)
             with memory_errors("before the first step"):
-                self._built = built = assemble(config, given, self._checkpoint, resumed=resume)
-            self.config = built.config
-            self._callbacks = Callbacks(callbacks, self.config, len(built.task.train))
+                task, resolved = given.resolve(config, resumed=resume)
+                self._parts = parts = build(resolved, task, given, self._checkpoint, resumed=resume)
+            self.config = parts.config
+            self._callbacks = Callbacks(callbacks, self.config, len(parts.task.train))
         except BaseException:
             if self._held is not None:
                 self._held.close()
             raise
-        self.task, self.machine, self.engine, self.tokenizer = built.task, built.machine, built.engine, built.tokenizer
-        self.learner, self.methods, self.rewarder, self.sampler = (
-            built.learner,
-            built.methods,
-            built.rewarder,
-            built.sampler,
+        self.resolved, self.task, self.tokenizer, self.engine = (
+            parts.resolved,
+            parts.task,
+            parts.tokenizer,
+            parts.engine,
         )
+        self.learner, self.methods = parts.learner, parts.methods
+        self.rewarder, self.sampler = parts.rewarder, parts.sampler
 
     def _find_checkpoint(self, config: RunConfig) -> Path | None:
         """Return the checkpoint to resume; None to start from the beginning."""
@@ -178,7 +183,11 @@ class Trainer:
         when the run cannot make progress, and KeyboardInterrupt, after saving, when it is interrupted.
         """
         refuse_resume(resume_from_checkpoint, self.run_dir, resumed=self._resumed)
-        with self._running() as session:
+
+        def announce() -> None:
+            self.console.print("finishing this step, then saving; once more to stop at once", style="yellow")
+
+        with self._running() as session, StopSignals(session.request_stop, announce), heap_frozen():
             session.run()
         return self.finish()
 
@@ -225,7 +234,7 @@ class Trainer:
             if target.resolve() != (self.run_dir / "model").resolve():
                 shutil.copytree(self.run_dir / "model", target, dirs_exist_ok=True)
             return
-        self._built.export(target)
+        self._parts.export(target)
         readable(target)
 
     def stop(self) -> None:
@@ -289,7 +298,9 @@ class Trainer:
                 private_directory(self.run_dir)
                 self._held = lock(self.run_dir)
                 refuse_used_directory(self.run_dir)  # again: another run may have come first
-            session = Session(self._built, self._callbacks, self.console, self._checkpoint)
+            session = Session(self._parts, self._callbacks, self.console, self._checkpoint, self._begun_at)
+            session.open()
+            session.start()
         session.stop_requested = self._stop_requested
         return session
 
@@ -298,6 +309,6 @@ class Trainer:
             self._ended = True
             if self._session is not None:
                 self._session.close(failed=failed)
-            self._built.close()
+            self._parts.close()
             if self._held is not None:
                 self._held.close()

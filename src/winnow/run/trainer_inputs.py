@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from ..base.paths import absolute_paths, missing_paths
-from ..config import METHODS, ConfigError, RunConfig, method, name_of, section_of, validate
-from ..env.base import Task
+from ..config import METHODS, ConfigError, MethodSpec, RunConfig, method, name_of, section_of, validate
+from ..engine.loading import quiet_transformers
+from ..env.base import Demonstrator, Task
 from ..env.rewards.rewarder import RewardSpec
-from ..sampler import sampler_options
+from ..methods.tables import task_options
+from ..record.trackers import check_trackers
 from ..tasks import ENVS
-from .build import build_task
+from .hub import check_hub
+from .initial_model import InitialModel
+from .preflight import in_steps
+from .resolve import resolve
+from .resolved import Machine, Options, Resolved
 
 
 @dataclass(frozen=True)
-class Given:
+class TrainerInputs:
     """Arguments of `Trainer`, unchanged."""
 
     model: Any = None
@@ -32,7 +38,7 @@ class Given:
         one = callable(self.reward_funcs) or isinstance(self.reward_funcs, str)
         return [self.reward_funcs] if one else self.reward_funcs  # type: ignore[list-item, return-value]
 
-    def normalized(self) -> Given:
+    def normalized(self) -> TrainerInputs:
         """Move rows given as `env` to `train_dataset`. Raises ConfigError on other objects, and on invalid rewards."""
         if not (callable(self.reward_funcs) or isinstance(self.reward_funcs, Iterable | None)):
             raise ConfigError(
@@ -92,25 +98,43 @@ class Given:
                     f"where it is now: ln -s NEW {moved}"
                 )
 
-    def task(self, c: RunConfig) -> Task:
+    def resolve(self, c: RunConfig, *, resumed: bool) -> tuple[Task, Resolved]:
+        """Return the task and the run that `c` describes on this machine, with nothing loaded but the data and the
+        model's names and shapes. Raises ConfigError."""
+        options = Options.from_config(c)  # names and options of methods come first
+        check_trackers(c.report_to)
+        check_hub(c)
+        quiet_transformers()
+        task = self.task(c, options)
+        c = in_steps(c, len(task.train))
+        if c.eval_steps and not task.test:
+            raise ConfigError("eval_steps: the task has no held-out prompts; give it some, or remove eval_steps")
+        model = InitialModel.from_config(c, None if isinstance(self.model, str) else self.model)
+        machine = Machine.here(c.device)
+        model = model.read(c)
+        if not resumed:
+            model.require_names(c)
+        return task, resolve(c, options, machine, model, resumed=resumed)
+
+    def task(self, c: RunConfig, options: Options) -> Task:
         """Return the configured task, the object, or a task of the rows with the options of `env: dataset`."""
-        self._require_names(c)
+        self._require_names(c, options)
         if self.train_dataset is None:
             if self.eval_dataset is not None:
                 raise ConfigError("eval_dataset: needs train_dataset; held-out data of a path is `env: {test: ...}`")
             return build_task(self.env if isinstance(self.env, Task) else c.env)
-        options = section_of(c.env)
-        taken = [key for key in ("path", "test", "split", "test_split", "subset") if key in options]
+        section = section_of(c.env)
+        taken = [key for key in ("path", "test", "split", "test_split", "subset") if key in section]
         name = name_of(c.env)
         if name != "dataset" or taken:
             excess = f"`{taken[0]}`" if taken else f"name: {name}"
             raise ConfigError(f"train_dataset: rows are given, so env cannot have {excess}; leave it out")
-        config = method(ENVS, options | {"path": "train_dataset"}, "env")
+        config = method(ENVS, section | {"path": "train_dataset"}, "env")
         return build_task(config.with_rows(self.train_dataset, self.eval_dataset))
 
-    def _require_names(self, c: RunConfig) -> None:
+    def _require_names(self, c: RunConfig, options: Options) -> None:
         """Raise ConfigError if something that samplers build themselves was given as an object."""
-        if "own_engine" not in sampler_options(c.sync).provides:
+        if not options.own_engines:
             return
         remedies = {
             "model": "by its name or path",
@@ -127,3 +151,19 @@ class Given:
                     f"sync: {name_of(c.sync)} starts samplers that build everything by name, so {name} cannot be an "
                     f"object; give it {remedy}, or train with sync: in_process"
                 )
+
+
+def build_task(spec: MethodSpec | Task) -> Task:
+    """Return a task by name, or the object itself. Raises ConfigError if unknown or without training prompts."""
+    task: Task = spec if isinstance(spec, Task) else task_options(spec).build()
+    if not task.train:
+        raise ConfigError(f"env: task {task.name} has no training prompts")
+    return task
+
+
+def build_demonstrator(spec: MethodSpec) -> Demonstrator:
+    """Return a task with demonstrations for a warm start. Raises ConfigError if it has none."""
+    task = build_task(spec)
+    if not isinstance(task, Demonstrator):
+        raise ConfigError(f"env: task {task.name} has no demonstrations; start from a pretrained model instead")
+    return task

@@ -10,9 +10,9 @@ from typing import Any
 from ..base.foreign_values import answer_to
 from ..base.migration_hints import load_hints
 from ..config import ConfigError, RunConfig, load_config, suggestion
-from .trainer_inputs import Given
+from .trainer_inputs import TrainerInputs
 
-OWN = frozenset({"config", "callbacks", *(field.name for field in dataclasses.fields(Given))})
+OWN = frozenset({"config", "callbacks", *(field.name for field in dataclasses.fields(TrainerInputs))})
 """Arguments of `Trainer`."""
 OF_BATCH = ("per_device_train_batch_size", "generation_batch_size", "steps_per_generation")
 WITHOUT_EFFECT = ("logging_", "log_level", "log_on_", "dataloader_", "disable_tqdm", "remove_unused_columns", "debug")

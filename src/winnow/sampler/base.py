@@ -12,7 +12,6 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from ..base.options import CHECKED
 from ..base.weights import WeightSource
-from ..config import RunConfig
 from ..env.base import Task
 from ..methods.gate import NamedRule
 from ..rollout.runner import RolloutRunner
@@ -31,7 +30,9 @@ class SamplerRefusedError(SamplersLostError):
 class SamplerContext:
     """Parts a sampler is built from."""
 
-    config: RunConfig
+    settings: Mapping[str, Any]
+    """The run's configuration as JSON values, from which samplers in other processes build everything."""
+    run_dir: Path
     task: Task
     tokenizer: Any
     greedy_baseline: bool
@@ -40,6 +41,14 @@ class SamplerContext:
     """Steps the sampler itself may lag behind the learner."""
     runner: RolloutRunner | None
     """Over the engine of the learner's process; None for samplers with their own engines."""
+    seed: int = 0
+    device: str = "auto"
+    engine: Any = None
+    """Options of the engine for this run."""
+    reward_env: Sequence[str] = ()
+    """Environment variables that rewards may see."""
+    cores: int = 1
+    """CPUs that the run asks of a cluster."""
     gpu: int | None = None
     """Number of the GPU that the learner uses in this process."""
     entry: str = ""

@@ -39,7 +39,7 @@ class InProcess:
 
     def build(self, context: SamplerContext) -> InProcessSampler:
         assert context.runner is not None
-        return InProcessSampler(context.runner, context.behind, self.lag == "mixed", context.config.seed)
+        return InProcessSampler(context.runner, context.behind, self.lag == "mixed", context.seed)
 
 
 class InProcessSampler(Sampler):

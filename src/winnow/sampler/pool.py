@@ -65,9 +65,9 @@ class SamplerPool(Sampler):
         self._prompts = prompts_of(context.task)
         self._greedy = context.greedy_baseline
         self._live = MAX_LIVE if context.task.max_turns > 1 else None
-        self._device = context.config.device
+        self._device = context.device
         self._orders = {
-            "config": context.config.model_dump(mode="json"),
+            "config": context.settings,
             "threads": options.threads,
             "greedy_baseline": self._greedy,
             "fingerprints": fingerprints(context.task, context.tokenizer),

@@ -10,7 +10,6 @@ import re
 import sys
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
@@ -48,7 +47,7 @@ class Processes(PoolOptions):
         return self.devices[slot % len(self.devices)] if self.devices else None
 
     def build(self, context: SamplerContext) -> SamplerPool:
-        transport = PublishedWeights(Path(context.config.output_dir) / WEIGHTS)
+        transport = PublishedWeights(context.run_dir / WEIGHTS)
         open_channel = partial(open_pipe, threads=self.threads, entry=f"{context.entry}:main")
         return SamplerPool(self, context, transport, open_channel)
 

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from ..base import cluster
 from ..base.options import CHECKED
 from ..base.weights import HalvedWeights, RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
-from ..config import ConfigError, RunConfig
+from ..config import ConfigError
 from .base import PoolOptions, SamplerContext
 from .handle import Inbox, Message
 from .heartbeat import busy
@@ -58,15 +58,15 @@ class Ray(PoolOptions):
     def least(self) -> int:
         return self.samplers if self.min_samplers is None else max(self.min_samplers, 1)
 
-    def gpus(self, config: RunConfig) -> float:
-        """Return the GPUs of each sampler, on the cluster this process has joined."""
-        parts = config.engine.get("tensor_parallel_size", 1) if isinstance(config.engine, dict) else 1
+    def gpus(self, device: str, engine: Any) -> float:
+        """Return the GPUs of each sampler of a run on `device`, on the cluster this process has joined."""
+        parts = getattr(engine, "tensor_parallel_size", 1)
         if self.num_gpus and self.num_gpus < parts:
             raise ConfigError(
                 f"sync: num_gpus: too few for engine: tensor_parallel_size ({self.num_gpus:g} of {parts}); "
                 f"set num_gpus: {parts}"
             )
-        return cluster.gpus_each(self.num_gpus, config.device, parts)
+        return cluster.gpus_each(self.num_gpus, device, parts)
 
     def device_of(self, slot: int, device: str) -> str:
         """Return the device type: Ray shows a sampler only its own GPUs, whatever the learner's number."""
@@ -74,15 +74,14 @@ class Ray(PoolOptions):
 
     def build(self, context: SamplerContext) -> SamplerPool:
         """Build the pool. Raises ConfigError when Ray is not installed, or no cluster answers."""
-        c = context.config
         try:
-            cluster.join("sync", self.ray_address, [c.sync, c.learner])
-            options = replace(self, num_gpus=self.gpus(c))
+            cluster.join("sync", self.ray_address, context.cores)
+            options = replace(self, num_gpus=self.gpus(context.device, context.engine))
             held = None if context.gpu is None else cluster.hold_gpu(context.gpu)
         except cluster.ClusterError as error:
             raise ConfigError(str(error)) from None
         open_channel = partial(
-            ActorChannel, options=options, private=cluster.private_environment(c.reward_env), entry=context.entry
+            ActorChannel, options=options, private=cluster.private_environment(context.reward_env), entry=context.entry
         )
         return SamplerPool(options, context, RayWeights(), open_channel, partial(cluster.release, held))
 

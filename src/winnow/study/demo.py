@@ -45,8 +45,8 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
     with lasting_imports():  # seconds: only for settings that are right
         from ..engine.pretrained import PRETRAINED
         from ..engine.pretrained import get as get_model
-        from ..run.build import build_demonstrator
         from ..run.trainer import Trainer
+        from ..run.trainer_inputs import build_demonstrator
         from .report import write_report
         from .warm_start import WarmStartConfig, warm_start
 

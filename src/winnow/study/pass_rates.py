@@ -29,15 +29,16 @@ from ..config import RunConfig
 from ..env.base import Task
 from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
+from ..learner import Policy
 from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, summary
 from ..methods.success import Success, require_decided
 from ..rollout.evaluate import RollOut, RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
-from ..run.build import Policy, build_task
 from ..run.build_methods import build_success
 from ..run.preflight import check_rewards
 from ..run.profile_settings import differences, meta_path, profile_settings
 from ..run.standalone import model_config, opened
+from ..run.trainer_inputs import build_task
 from ..types import Prompt
 
 COSTS = ("rollouts", "tokens", "seconds")

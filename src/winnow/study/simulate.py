@@ -23,9 +23,10 @@ from ..config import ConfigError, RunConfig
 from ..methods.pass_rates import PassRate, read_profile
 from ..record.account import Counts
 from ..reuse import Reuse
-from ..run.build import build_task
 from ..run.build_methods import build_collector, build_methods
 from ..run.preflight import in_steps
+from ..run.resolved import Options
+from ..run.trainer_inputs import build_task
 from ..types import Fate, Group, Job, Prompt, Rollout
 
 SIMULATE_STREAM = 10
@@ -143,7 +144,7 @@ def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 
     task = build_task(c.env)
     c = in_steps(c, len(task.train))
     source = Rewards(policy_of(task.train, read_profile(profile), c.seed), length, c.seed)
-    m = build_methods(c, task.train)
+    m = build_methods(c, Options.from_config(c), task.train)
     if m.advantage.greedy_baseline:
         raise ConfigError(
             f"advantage: {c.advantage} needs a greedy rollout a group, which has no pass rate; choose rloo"

@@ -17,11 +17,11 @@ from ..env.rewards.scores import completion_of
 from ..methods.gate.arrol.head import FILE, HeadWeights, mean_logp
 from ..methods.success import Success, require_decided
 from ..rollout.evaluate import rank_weights, summarize, weighted_vote
-from ..run.build import build_task
 from ..run.build_methods import build_success
 from ..run.checkpoint import STATE
 from ..run.preflight import check_rewards
 from ..run.standalone import model_config, opened
+from ..run.trainer_inputs import build_task
 from ..types import Job, Prompt, Rollout, Visit
 
 Weigh = Callable[[Sequence[Rollout]], np.ndarray]

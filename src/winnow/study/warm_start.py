@@ -34,8 +34,8 @@ from ..env.base import Demonstrator, Task
 from ..env.chat import end_of_turn
 from ..env.prompting import as_beginning, encode_prompt
 from ..learner.local.forward import head_is_linear
-from ..run.auto_settings import choose_threads
-from ..run.start import require_embeddings
+from ..run.initial_model import require_embeddings
+from ..run.resolve import threads_for
 from ..types import Prompt
 from .demonstrations import EOS, PAD, RowDemonstrations, byte_tokenizer, plain_tokenizer
 
@@ -245,7 +245,7 @@ def _teach(model: Any, tokenizer: Any, shown: Shown, config: WarmStartConfig) ->
 def _threads(model: torch.nn.Module, config: WarmStartConfig) -> int | None:
     if config.threads != "auto":
         return config.threads
-    return choose_threads(sum(p.numel() for p in model.parameters()), usable_threads())
+    return threads_for(sum(p.numel() for p in model.parameters()), usable_threads())
 
 
 def _lr_share(step: int, config: WarmStartConfig) -> float:

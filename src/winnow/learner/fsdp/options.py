@@ -42,11 +42,11 @@ class Fsdp:
         if self.num_gpus not in (None, 0, 1):
             raise ValueError(f"num_gpus must be 0 or 1, not {self.num_gpus:g}: NCCL needs one GPU for each rank")
 
-    def gpus(self, config: RunConfig) -> float:
-        """Return the GPUs of each rank, on the cluster that this process has joined."""
-        if self.num_gpus == 0 and config.device.startswith("cuda"):
-            raise ValueError(f"learner: num_gpus=0: ranks without a GPU cannot use device: {config.device}; set cpu")
-        return cluster.gpus_each(self.num_gpus, config.device)
+    def gpus(self, device: str) -> float:
+        """Return the GPUs of each rank of a run on `device`, on the cluster that this process has joined."""
+        if self.num_gpus == 0 and device.startswith("cuda"):
+            raise ValueError(f"learner: num_gpus=0: ranks without a GPU cannot use device: {device}; set cpu")
+        return cluster.gpus_each(self.num_gpus, device)
 
     def build(self, policy: Policy, config: RunConfig) -> FsdpLearner:
         """Build the learner. Raises ValueError if ranks cannot train this, or do not fit the cluster."""
@@ -59,11 +59,11 @@ class Fsdp:
             )
         from .ranks import Ranks  # torch.distributed takes a while to import
 
-        cluster.join("learner", self.ray_address, [config.learner, config.sync])
+        cluster.join("learner", self.ray_address, self.ranks * self.threads)
         private = cluster.private_environment(config.reward_env)
         size = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         try:
-            ranks = Ranks(self.ranks, self.threads, self.gpus(config), self.timeout_s, size, private)
+            ranks = Ranks(self.ranks, self.threads, self.gpus(config.device), self.timeout_s, size, private)
             try:
                 return FsdpLearner(ranks, *ranks.build(policy, config, self.fsdp_size))
             except BaseException:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..engine.saving import types_by_name, types_in, types_of
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialModel:
     """What is known of the model before its weights are loaded."""
 
     source: str
@@ -28,10 +29,14 @@ class Start:
     adapter: Adapter | None = None
     resume: bool = False
     """Whether the adapter is trained further; else it is merged."""
+    meta_model: Any = None
+    """Names and shapes of all tensors; None until they are read."""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """Dtypes of the tensors by name or pattern, for `save_dtype: auto`."""
 
     @classmethod
-    def of(cls, c: RunConfig, given: Any = None) -> Start:
-        """Return the start of a run; `given`: a loaded model; None: the configuration's.
+    def from_config(cls, c: RunConfig, given: Any = None) -> InitialModel:
+        """Return the model that a run starts with; `given`: a loaded model; None: the configuration's.
 
         Raises ConfigError for an adapter that cannot be used, and for `lora.resume` without one.
         """
@@ -44,13 +49,23 @@ class Start:
             )
         return cls(c.model, model, adapter, resume)
 
-    def shell(self) -> Any:
-        """Return a model with names and shapes; its weights need not be loaded."""
-        return self.model if self.model is not None else shell_of(self.source)
+    def read(self, c: RunConfig) -> InitialModel:
+        """Return it with what `resolve` needs: names, shapes and, if they decide `save_dtype`, dtypes."""
+        meta_model = self.model if self.model is not None else shell_of(self.source)
+        if c.save_dtype != "auto":
+            return replace(self, meta_model=meta_model)
+        dtypes = types_in(self.model) if self.model is not None else types_of(self.source)
+        if self.resume and self.adapter is not None:
+            dtypes["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
+        return replace(self, meta_model=meta_model, dtypes=dtypes)
 
-    def settled(self, c: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.meta_model.parameters())
+
+    def decides(self, c: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the keys that the adapter and the weights' dtypes decide, and why."""
-        chosen: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         why = {}
         if self.adapter is not None:
             what = f"a LoRA adapter of rank {self.adapter.ranks} over {self.adapter.base}"
@@ -60,22 +75,20 @@ class Start:
             )
             if c.lora is not None and self.resume:
                 why["model"] = f"{what}, which is trained on"
-                chosen["lora"] = settled_lora(c.lora, self.adapter)
+                values["lora"] = completed_lora(c.lora, self.adapter)
         if c.save_dtype == "auto":
-            types = types_in(self.model) if self.model is not None else types_of(self.source)
-            if self.resume and self.adapter is not None:
-                types["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
-            if len(types) > 1:  # a file may hold tensors that the model does not
-                names = {"*", "*.lora_*", *self.shell().state_dict()}
-                types = {name: kind for name, kind in types.items() if name in names}
-            one = len(set(types.values())) == 1  # else dtypes by name
-            chosen["save_dtype"] = next(iter(types.values())) if one else types or "auto"
-        return chosen, why
+            dtypes = dict(self.dtypes)
+            if len(dtypes) > 1:  # a file may hold tensors that the model does not
+                names = {"*", "*.lora_*", *self.meta_model.state_dict()}
+                dtypes = {name: kind for name, kind in dtypes.items() if name in names}
+            one = len(set(dtypes.values())) == 1  # else dtypes by name
+            values["save_dtype"] = next(iter(dtypes.values())) if one else dtypes or "auto"
+        return values, why
 
     def require_names(self, c: RunConfig) -> None:
         """Raise ConfigError for a pattern of `save_dtype` that no tensor's name matches."""
         if isinstance(c.save_dtype, dict) and c.lora is None:  # names of adapters are known once they are made
-            names = list(self.shell().state_dict())
+            names = list(self.meta_model.state_dict())
             for pattern in c.save_dtype:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise ConfigError(
@@ -99,7 +112,7 @@ class Start:
         return ModelReference(located(self.source) if plain else "", resolve_device(device), base)
 
 
-def settled_lora(lora: LoraConfig, adapter: Adapter) -> LoraConfig:
+def completed_lora(lora: LoraConfig, adapter: Adapter) -> LoraConfig:
     """Fill in `lora` from the adapter. Raises ConfigError where the configuration differs.
 
     Dropout may differ: it is how the adapter is trained, not what it is.

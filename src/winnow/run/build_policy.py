@@ -1,8 +1,9 @@
-"""Adds LoRA adapters to a model, or refuses them with the reason."""
+"""Builds the policy and its engine: weights are loaded here and nowhere before; LoRA adapters are added, or refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,99 @@ from safetensors.torch import load_file
 
 from ..base.weights import is_finite, weights_digest
 from ..config import ConfigError, LoraConfig, RunConfig, name_of
-from ..engine.loading import peft_config
+from ..engine.base import Engine
+from ..engine.facts import end_where_rollouts_do
+from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, peft_config, require_finite
 from ..engine.lora import TRAINED, Adapter, with_adapter
+from ..engine.pretrained import located
+from ..engine.skeleton import as_zeros, in_files, unloaded
+from ..engine.template import with_template
 from ..learner import Policy
 from ..learner.local.reference import frozen_copy
-from .engine_choice import engine_options
+from .initial_model import require_embeddings
+from .resolved import Resolved
 
 ADAPTERS = "adapter_model.safetensors"
 PLAINLY = frozenset({"r", "lora_alpha", "lora_dropout", "target_modules"})
 """Adapter settings that an engine applies by itself."""
 
 
-def check_adapters(c: RunConfig, adapter: Adapter | None = None) -> None:
+def build_policy(
+    r: Resolved, tokenizer: Any = None, checkpoint: Path | None = None, *, with_engine: bool = True
+) -> tuple[Policy, Engine | None]:
+    """Build the policy of a fresh run or of `checkpoint` on the CPU, and an engine with its weights as version 0.
+
+    `tokenizer`: an object, or None to load it. The engine is built before adapters are added: it holds the plain
+    architecture, and loads merged weights or adds adapters itself.
+    """
+    c, start = r.config, r.model
+    if start.model is not None and tokenizer is None:
+        raise ConfigError("processing_class: missing; give the tokenizer of the model object")
+    tokenizer = with_template(tokenizer or load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
+    saved = checkpoint / "model" if checkpoint else None
+    check_adapters(r)
+    read = _read_by_ranks(r, saved, tokenizer) if r.options.learns_elsewhere else None
+    if read is not None and not with_engine:
+        return read, None
+    base, adapter = (load_whole(saved, CPU), None) if saved and not c.lora else start.load()
+    require_finite(base, str(saved or c.model))
+    require_embeddings(base, tokenizer, start.source, start.adapter)
+    end_where_rollouts_do(base, tokenizer)
+    engine = build_engine(r.engine, c, start.reference(c.device, base), tokenizer) if with_engine else None
+    if read is not None:
+        return read, engine
+    if c.lora is not None:
+        return with_lora(base, c, adapter, saved, tokenizer), engine
+    if not c.keeps_reference:
+        return Policy(base, tokenizer, None), engine
+    reference = frozen_copy(base if saved is None else start.load()[0])
+    return Policy(base, tokenizer, reference, weights_digest(reference.state_dict())), engine
+
+
+def _read_by_ranks(r: Resolved, saved: Path | None, tokenizer: Any) -> Policy | None:
+    """Return the policy without base weights if ranks can read these from files, else None. That takes a directory, no
+    adapter to train further, and no method that runs the whole model."""
+    c, start, (advantage,) = r.config, r.model, r.options.methods["advantage"]
+    first = Path(located(c.model))
+    folder = first if saved is None or c.lora is not None else saved
+    needs_model = getattr(advantage, "weighing", None) == "gradient"
+    if needs_model or start.model is not None or (start.adapter is not None and (folder != saved or c.keeps_reference)):
+        return None
+    model = unloaded(folder) if folder.is_dir() else None
+    if model is None:
+        return None
+    require_embeddings(model, tokenizer, start.source, start.adapter)
+    end_where_rollouts_do(model, tokenizer)
+    policy = Policy(model, tokenizer, None, files=folder.absolute())
+    if c.lora is None and not c.keeps_reference:
+        return policy
+    origin = unloaded(first) if first.is_dir() else None
+    if origin is None:
+        return None
+    digest = weights_digest(in_files(origin, first))
+    if c.lora is None:
+        return replace(policy, reference_files=first.absolute(), origin=digest)
+    with as_zeros(model):
+        adapted = with_lora(model, c, None, saved, tokenizer).model
+    return replace(policy, model=adapted, origin=digest)
+
+
+def build_engine(engine: Any, c: RunConfig, model: ModelReference, tokenizer: Any) -> Engine:
+    """Build an engine from its options for a run. Raises ConfigError if it cannot run the model or adapters."""
+    adapters = c.lora if c.lora is not None and not c.lora.merge else None
+    built: Engine = engine.build(replace(model, adapters=adapters), tokenizer)
+    return built
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def check_adapters(r: Resolved) -> None:
     """Raise ConfigError when adapters are published alone to an engine that cannot apply them."""
-    options = engine_options(c)
+    c, adapter = r.config, r.model.adapter if r.model.resume else None
     if c.lora is None or c.lora.merge:
         return
-    if "adapters" not in getattr(options, "provides", ()):
+    if "adapters" not in getattr(r.engine, "provides", ()):
         raise ConfigError(
             f"lora: merge: false publishes adapters alone, and engine: {name_of(c.engine)} takes whole weights; set "
             "lora.merge: true, or engine: vllm"

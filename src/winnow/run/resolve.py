@@ -1,0 +1,270 @@
+"""Decides everything that a run leaves open, in the order of its lines.
+
+As a line of this file: I may read the configuration, the model's names and shapes, and what was read of the machine. I
+may not touch disk, network, device or weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..config import MethodSpec, RunConfig, method, name_of, section_of
+from ..engine import ENGINES, LocalOptions, VllmOptions
+from ..engine.vllm.options import ALONE, SHARED
+from ..sampler import Processes
+from .budget import AT_LEAST, AT_MOST, GIB, Budget, Shapes
+from .initial_model import InitialModel
+from .resolved import AUTO, Machine, Options, Resolved
+
+PAYS_FROM = 10_000_000
+"""Parameters from which bfloat16, more than one thread and vLLM's start pay off; measured (docs/benchmarks.md)."""
+CPU_ACTIVATION_BYTES = 1 << 30
+"""Bytes for the activations of a micro-batch on a CPU; more are no faster, measured at 0.6 and 135 million parameters
+(docs/benchmarks.md)."""
+LONGEST_ROW_SHARE = 1 / 2
+"""Share of memory the activations of the longest row may take before layers are recomputed."""
+
+
+def resolve(
+    c: RunConfig, options: Options, machine: Machine, model: InitialModel, *, resumed: bool = False, alone: bool = False
+) -> Resolved:
+    """Return the run that `c` describes on `machine`, with reasons for what was chosen.
+
+    `options`: of `c`. `model`: with its names and shapes read. `resumed`: `auto` was resolved when the run began.
+    `alone`: an engine in this process without a learner. Raises ConfigError where settings contradict the model's, and
+    when the run does not fit on a GPU.
+    """
+    on_gpu, parameters = machine.device.type == "cuda", model.parameters
+    values, why = model.decides(c)
+    why |= dict.fromkeys(("dtype", "threads"), "as the run began" if resumed else "as configured")
+
+    spec = c.engine
+    if name_of(spec) == AUTO:
+        where = machine.device.type if alone else _sampler_device(options, machine.device.type)
+        spec, because = choose_engine(c, parameters, where, machine.install_vllm)
+        why |= {"engine": because} if on_gpu else {}
+    engine = method(ENGINES, spec, "engine")
+
+    dtype: str = "bfloat16" if machine.planned_gpus and c.dtype == "auto" else c.dtype
+    preferred, why_preferred = choose_dtype(c, parameters, machine)
+    engine_follows = dtype == "auto" or (on_gpu and not resumed)
+    if dtype == "auto":
+        dtype, why["dtype"] = preferred, why_preferred
+    if engine_follows and dtype == "bfloat16" and _may_round(c, engine):
+        spec, engine = section_of(spec) | {"dtype": dtype}, replace(engine, dtype=dtype)
+
+    threads = c.threads
+    if threads == "auto":
+        threads, why["threads"] = choose_threads(options, machine, parameters)
+
+    c = c.model_copy(update=values | {"engine": spec, "dtype": dtype, "threads": threads})
+    sizes = _sizes_on_gpu(c, options, engine, machine, model, alone) if on_gpu else _sizes_on_cpu(c, machine, model)
+    if sizes.engine:
+        spec, engine = section_of(spec) | sizes.engine, replace(engine, **sizes.engine)
+    c = c.model_copy(update=sizes.values | {"engine": spec})
+    return Resolved(
+        config=c,
+        options=replace(options, engine=engine),
+        model=model,
+        engine=engine_for_run(c, replace(options, engine=engine), alone=alone),
+        device=machine.device,
+        why=why | sizes.why,
+        warnings=_slow_settings(c, machine, preferred, why_preferred),
+        budgets=sizes.budgets,
+    )
+
+
+def resolve_here(c: RunConfig, given: Any = None, *, alone: bool = False) -> Resolved:
+    """Resolve a run on this machine; reads the model's files. `given`: a loaded model instead of the named one."""
+    machine = Machine.here(c.device)
+    return resolve(c, Options.from_config(c), machine, InitialModel.from_config(c, given).read(c), alone=alone)
+
+
+# ---------------------------------------------------------------- engine
+
+
+def choose_engine(c: RunConfig, parameters: int, device: str, install_vllm: str = "") -> tuple[MethodSpec, str]:
+    """Return what `engine: auto` becomes, and why. `device`: device type of samplers; `install_vllm`:
+    how to install it, empty where it is installed.
+
+    Options given with `name: auto` are kept; one that vLLM does not have selects the embedded engine.
+    """
+    options = section_of(c.engine)
+    del options["name"]
+    unknown = set(options) - {option.name for option in dataclasses.fields(VllmOptions)}
+    name, why = "local", ""
+    if device != "cuda":
+        why = f"samplers are on {device}"
+    elif unknown:
+        why = f"vLLM has no option {min(unknown)}"
+    elif _uncorrected(c):
+        why = "policy_loss: plain without a correction needs an engine that rounds as the learner does"
+    elif c.speculative:
+        why = "speculative needs an engine that reads drafts"
+    elif parameters < PAYS_FROM:
+        why = f"vLLM pays off from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"
+    elif install_vllm:
+        why = f"vLLM is faster on a GPU, but not installed; {install_vllm}"
+    else:
+        name, why = "vllm", "samplers are on a GPU, and vLLM is installed"
+    return ({"name": name} | options if options else name), why
+
+
+def engine_for_run(c: RunConfig, options: Options, *, alone: bool = False) -> Any:
+    """Return the engine's options with this run's lengths and share of the GPU. `alone`: on a GPU without a learner."""
+    engine = options.engine if options.engine is not None else LocalOptions()  # `auto` without a whole run
+    if not hasattr(engine, "for_run"):
+        return engine
+    apart = alone or options.samples_elsewhere
+    share = ALONE * min(1.0, getattr(options.sync, "num_gpus", None) or 1.0) if apart else SHARED
+    if isinstance(options.sync, Processes) and not apart:
+        share /= options.sync.samplers
+    return engine.for_run(c.longest, share, sleep=not alone and not options.own_engines)
+
+
+def _sampler_device(options: Options, learner: str) -> str:
+    """Return the samplers' device type; `learner`: the learner's."""
+    if isinstance(options.sync, Processes) and options.sync.devices:
+        return options.sync.devices[0].partition(":")[0]
+    return "cuda" if getattr(options.sync, "num_gpus", None) else learner
+
+
+def _may_round(c: RunConfig, engine: Any) -> bool:
+    """Whether the embedded engine may compute in bfloat16: its type is not set, and the loss weights tokens by the
+    ratio of the learner's probability to the engine's. vLLM uses the saved model's dtype by default."""
+    return isinstance(engine, LocalOptions) and engine.dtype is None and not _uncorrected(c)
+
+
+def _uncorrected(c: RunConfig) -> bool:
+    """Whether no ratio of the loss corrects for the engine's rounding of probabilities."""
+    return c.policy_loss == "plain" and name_of(c.correction) == "none"
+
+
+# ---------------------------------------------------------------- type and threads
+
+
+def choose_dtype(c: RunConfig, parameters: int, machine: Machine) -> tuple[str, str]:
+    """Return the compute dtype that suits the machine, and the reason."""
+    if c.matmul_precision != "highest":
+        return "float32", f"matmul_precision: {c.matmul_precision} says how it is multiplied"
+    if parameters < PAYS_FROM:
+        return "float32", f"bfloat16 pays from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"
+    if machine.device.type == "cuda":
+        fast = machine.gpu_bfloat16
+        return ("bfloat16", "the GPU has it") if fast else ("float32", "the GPU has no bfloat16")
+    units = machine.bfloat16_units if machine.device.type == "cpu" else []
+    if not units:
+        return "float32", f"{machine.device.type} without amx_bf16 or avx512_bf16"
+    return "bfloat16", f"the processor multiplies it fast ({units[0]})"
+
+
+def choose_threads(options: Options, machine: Machine, parameters: int) -> tuple[int | None, str]:
+    """Return the number of CPU threads, None for torch's, and why. Sampler processes use theirs at the same time."""
+    if machine.device.type != "cpu":
+        return None, f"torch's; {machine.device.type} does the work"
+    taken = options.sync.samplers * options.sync.threads if isinstance(options.sync, Processes) else 0
+    return threads_for(parameters, max(1, machine.threads - taken)), "the size of the model and the cores"
+
+
+def threads_for(parameters: int, usable: int) -> int:
+    """Return the number of CPU threads: all `usable` cores, or 1 for a model too small to share its products.
+
+    A rule, not a measurement: another number rounds sums in another order, so equal runs need equal numbers.
+    """
+    return usable if parameters >= PAYS_FROM else 1
+
+
+def _slow_settings(c: RunConfig, machine: Machine, preferred: str, why_preferred: str) -> list[str]:
+    """Return a line for each setting that is slow here, by the rules of `auto`; nothing is timed."""
+    lines = []
+    if isinstance(c.threads, int) and c.threads > machine.threads:
+        lines.append(f"threads: {c.threads}, but this process may use {machine.threads} here; set threads=auto")
+    by_type = c.matmul_precision == "highest" and c.dtype != "float16"  # float16 is as fast on a GPU
+    if by_type and c.dtype != preferred:
+        lines.append(f"dtype: {c.dtype} is probably slower here than {preferred} ({why_preferred}); set dtype=auto")
+    return lines
+
+
+# ---------------------------------------------------------------- sizes by memory
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What memory decides."""
+
+    values: dict[str, Any]
+    why: dict[str, str]
+    engine: dict[str, Any]
+    """Options of the engine that change."""
+    budgets: dict[str, Budget]
+
+
+def _sizes_on_cpu(c: RunConfig, machine: Machine, model: InitialModel) -> Sizes:
+    values: dict[str, Any] = {}
+    why: dict[str, str] = {}
+    if c.tokens_per_microbatch == "auto":
+        values["tokens_per_microbatch"], why["tokens_per_microbatch"] = choose_tokens(model.meta_model)
+    if c.gradient_checkpointing == "auto":
+        recomputed, reason = choose_checkpointing(model.meta_model, c.longest, machine.memory)
+        values["gradient_checkpointing"] = recomputed
+        why |= {"gradient_checkpointing": reason} if recomputed else {}
+    return Sizes(values, why, {}, {})
+
+
+def _sizes_on_gpu(
+    c: RunConfig, options: Options, engine: Any, machine: Machine, model: InitialModel, alone: bool
+) -> Sizes:
+    """Choose sizes by the memory that other processes leave.
+
+    Samplers with GPUs of their own are assumed to have as much each. Raises ConfigError if the run cannot fit.
+    """
+    shapes, options = Shapes.from_model(model.meta_model, c.lora), replace(options, engine=engine)
+    apart = not alone and (options.samples_elsewhere or machine.planned_gpus > 1)
+    roles = {"learner GPU": (True, False), "sampler GPU": (False, True)} if apart else {"GPU": (not alone, True)}
+    sizes = Sizes({}, {}, {}, {})
+    for name, (learner, sampler) in roles.items():
+        for_run = engine_for_run(c, options, alone=not learner)
+        whole = Budget(c, shapes, machine.gpu_memory, for_run, options.ranks, learner, sampler)
+        budget, chosen = whole.fitted(share_given=getattr(engine, "gpu_memory_utilization", None) is not None)
+        phases = budget.phases() if sampler and apart and not machine.planned_gpus else budget.require_room()
+        need = max(sum(held.values()) for held in phases.values())
+        largest = next(phase for phase, held in phases.items() if sum(held.values()) == need)
+        reason = f"{need / GIB:.1f} of {machine.gpu_memory / GIB:.1f} GiB in the {largest} phase"
+        sizes.budgets[name] = budget
+        sizes.engine.update(chosen.pop("engine", {}))
+        sizes.values.update(chosen)
+        sizes.why.update(dict.fromkeys(chosen, reason))
+        if budget.engine != whole.engine and not machine.planned_gpus:  # a plan says why this engine
+            sizes.why["engine"] = reason
+    return sizes
+
+
+def bytes_per_token(model: Any) -> int:
+    """Estimate what a backward pass needs per token: inputs and outputs of all matrices except the vocabulary's.
+
+    Weights may be on the meta device. At 135 million parameters it gives 1.2 MB; 1.2 to 1.6 were measured.
+    """
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    vocabulary = {id(end.weight) for end in ends if end is not None}
+    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in vocabulary]
+    return sum(4 * (p.shape[0] + p.shape[1]) for p in matrices)
+
+
+def choose_tokens(model: Any) -> tuple[int, str]:
+    """Return the tokens of a micro-batch on a CPU, and why. Depends on the model only, not on free memory."""
+    each = max(1, bytes_per_token(model))
+    tokens = max(AT_LEAST, min(AT_MOST, CPU_ACTIVATION_BYTES // each))
+    why = f"activations of a token take about {each / 1e6:.2g} MB, those of a micro-batch {tokens * each / GIB:.2g} GiB"
+    return tokens, why
+
+
+def choose_checkpointing(model: Any, longest: int, memory: int) -> tuple[bool, str]:
+    """Return whether to recompute layers on a CPU, and why. `longest`: tokens of the longest possible row."""
+    needed = longest * bytes_per_token(model)
+    why = f"{longest:,} tokens need about {needed / GIB:.2g} GiB of {memory / GIB:.2g} GiB without it"
+    layers = any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    return layers and needed > LONGEST_ROW_SHARE * memory, why

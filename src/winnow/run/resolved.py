@@ -1,0 +1,182 @@
+"""What a run is, decided once: the options of every method, what `auto` becomes, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..base.install import install
+from ..base.processor import bfloat16_units, usable_threads
+from ..config import RunConfig, method, name_of
+from ..engine import ENGINES
+from ..engine.base import SamplingParams
+from ..engine.loading import resolve_device
+from ..learner import LEARNERS
+from ..methods.tables import TABLES, options_of
+from ..rollout.options import RolloutOptions
+from ..sampler import SYNCS, Processes, SamplerOptions
+from ..types import Purpose
+from .budget import Budget, Gpus
+from .initial_model import InitialModel
+
+PROBE_TOKENS = 16
+"""Longest rollouts that compare engine and learner."""
+AUTO = "auto"
+"""The engine that is chosen by device, model and what is installed."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options object of every method that a configuration names; its specifications are read nowhere else."""
+
+    methods: Mapping[str, Sequence[Any]]
+    """Key -> options, for selector, rollout_batch, group_size, gates, filter, advantage, correction and step_scale."""
+    sync: SamplerOptions
+    learner: Any
+    engine: Any
+    """None while it is `auto`."""
+
+    @classmethod
+    def from_config(cls, c: RunConfig) -> Options:
+        """Raises ConfigError naming the key, and the nearest valid name or option."""
+        methods = options_of(c, TABLES)
+        sync, learner = method(SYNCS, c.sync, "sync"), method(LEARNERS, c.learner, "learner")
+        return cls(methods, sync, learner, None if name_of(c.engine) == AUTO else method(ENGINES, c.engine, "engine"))
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether samplers go on while the learner updates."""
+        return "asynchronous" in self.sync.provides
+
+    @property
+    def own_engines(self) -> bool:
+        """Whether samplers build model, task and rewards by name, so that the learner's process needs no engine."""
+        return "own_engine" in self.sync.provides
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        """Whether samplers have their own devices; sampler processes share the learner's unless given some."""
+        return self.own_engines and not (isinstance(self.sync, Processes) and not self.sync.devices)
+
+    @property
+    def learns_elsewhere(self) -> bool:
+        """Whether the learner's devices are not this process's."""
+        return "own_devices" in getattr(self.learner, "provides", ())
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that shard weights, gradients and optimizer."""
+        ranks: Any = getattr(self.learner, "fsdp_size", None) or getattr(self.learner, "ranks", 1)
+        return int(ranks)
+
+    @property
+    def cores(self) -> int:
+        """CPUs that samplers and ranks ask of a cluster."""
+        parts = [(getattr(self.sync, "samplers", 2), self.sync), (getattr(self.learner, "ranks", 2), self.learner)]
+        return sum(members * getattr(each, "threads", 1) for members, each in parts)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run asks of a machine, read once."""
+
+    device: torch.device
+    threads: int
+    """CPU threads that this process may use."""
+    memory: int
+    """Bytes of main memory."""
+    bfloat16_units: Sequence[str] = ()
+    """Units of the processor that multiply bfloat16 fast."""
+    gpu_memory: int = 0
+    """Bytes that other processes leave of the GPU."""
+    gpu_bfloat16: bool = False
+    install_vllm: str = ""
+    """How to install vLLM; empty where it is installed."""
+    planned_gpus: int = 0
+    """GPUs of a machine that is planned for; 0: this machine."""
+
+    @classmethod
+    def here(cls, device: str) -> Machine:
+        """Read this machine. Raises ConfigError if it has no such device."""
+        on = resolve_device(device)
+        missing = "" if find_spec("vllm") else install("vllm")
+        here = cls(on, usable_threads(), main_memory(), bfloat16_units(), install_vllm=missing)
+        if on.type != "cuda":
+            return here
+        bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return replace(here, gpu_memory=torch.cuda.mem_get_info(on)[0], gpu_bfloat16=bfloat16)
+
+    @classmethod
+    def with_gpus(cls, gpus: Gpus) -> Machine:
+        """Return a machine like this one, but with these GPUs."""
+        here = cls.here("cpu")
+        return replace(
+            here, device=torch.device("cuda"), gpu_memory=gpus.memory, gpu_bfloat16=True, planned_gpus=gpus.count
+        )
+
+
+def main_memory() -> int:
+    """Return the machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run with every choice made; nothing is loaded or built."""
+
+    config: RunConfig
+    """With a value for every `auto`; what the run saves."""
+    options: Options
+    model: InitialModel
+    engine: Any
+    """Options of the engine for this run."""
+    device: torch.device
+    why: Mapping[str, str]
+    """Reasons, by config key."""
+    warnings: Sequence[str] = ()
+    """A line for each setting that is slow on the machine."""
+    budgets: Mapping[str, Budget] = field(default_factory=dict)
+    """Memory by GPU; empty on a CPU."""
+
+    def set_threads(self) -> None:
+        if isinstance(self.config.threads, int):
+            torch.set_num_threads(self.config.threads)
+
+    def say(self, console: Console) -> None:
+        for key, reason in self.why.items():
+            console.print(f"{key}: {getattr(self.config, key)} ({reason})", highlight=False)
+        for warning in self.warnings:
+            console.print(f"warning: {warning}", style="yellow", highlight=False)
+
+
+def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams:
+    if evaluation:
+        return SamplingParams(c.max_completion_length, c.eval_temperature, c.eval_top_p, c.eval_top_k, tuple(c.stop))
+    drawn = {"min_p": c.min_p, "repetition_penalty": c.repetition_penalty}
+    return SamplingParams(c.max_completion_length, c.temperature, c.top_p, c.top_k, tuple(c.stop), **drawn)
+
+
+def rollout_options(
+    c: RunConfig, *, greedy_baseline: bool = False, report: frozenset[str] = frozenset()
+) -> dict[Purpose, RolloutOptions]:
+    """Return the sampling options of every purpose; `greedy_baseline` concerns training, `report` evaluations."""
+    train, evaluation = sampling_params(c), sampling_params(c, evaluation=True)
+    greedy = SamplingParams(c.max_completion_length, temperature=0.0, stop=tuple(c.stop))
+
+    def options(params: SamplingParams, **more: Any) -> RolloutOptions:
+        more |= {"context_length": c.longest, "history": c.history, "max_segments": c.max_segments}
+        return RolloutOptions(params, c.max_prompt_length, c.seed, **more)
+
+    return {
+        "train": options(train, greedy_baseline=greedy_baseline, drafts=c.speculative),
+        "eval": options(evaluation, report=report),
+        "greedy": options(greedy),
+        "profile": options(train),
+        "probe": options(replace(train, max_tokens=min(PROBE_TOKENS, train.max_tokens))),
+    }
