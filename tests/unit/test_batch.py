@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.learner.batch import PASS_TOKENS, Budget, Extent, collate, micro_batches, packed
+from winnow.learner.batch import PASS_TOKENS, Budget, collate, micro_batches, packed
 from winnow.learner.rows import Row, rows_of, token_weights, with_gradient
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
@@ -75,7 +75,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int],
     assert sum(len(b.input_ids_BT) for b in batches) == len(lengths)
     assert sum(int(b.mask_BT.sum()) for b in batches) == sum(lengths)
     for part in packed(rows, Budget(budget)):
-        assert Extent.of(part, Budget(budget)).computed <= budget or len(part) == 1
+        assert part.computed <= budget or len(part.rows) == 1
 
 
 def rows_with_prompts(groups: int, prompt: int, lengths: list[int]) -> list[Row]:
@@ -95,15 +95,15 @@ class TestPacked:
         rows = rows_with_prompts(8, 50, [9, 10, 9, 12, 11, 10, 9, 8])
         budget = Budget(2 * (50 + 8 * 12), pass_tokens=64, pairs=1e9)
         parts = packed(rows, budget)
-        assert [len({row.rollout.prompt_ids for row in part}) for part in parts] == [2] * 4
-        assert all(Extent.of(part, budget).computed <= budget.tokens for part in parts)
+        assert [len({row.rollout.prompt_ids for row in part.rows}) for part in parts] == [2] * 4
+        assert all(part.computed <= budget.tokens for part in parts)
         apart = packed(rows, replace(budget, pairs=0))
         assert len(apart) == 8 * 8 // (budget.tokens // 62), "as many as before, where each row has its prompt"
 
     def test_rows_of_one_length_stay_together_where_completions_are(self) -> None:
         rows = rows_with_prompts(8, 4, [3, 60, 3, 60])
         parts = packed(rows, Budget(16 * 64, pass_tokens=64, pairs=1000))
-        assert [{len(row.rollout.token_ids) for row in part} for part in parts] == [{60}, {3}]
+        assert [{len(row.rollout.token_ids) for row in part.rows} for part in parts] == [{60}, {3}]
 
     def test_a_large_model_shares_and_pads_by_smaller_savings(self) -> None:
         assert Budget.for_model(1, 500_000, share=True).pass_tokens == PASS_TOKENS

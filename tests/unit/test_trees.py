@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.learner.batch import Budget, Extent, collate, packed
+from winnow.learner.batch import GRAIN, Budget, Packing, collate, packed
 from winnow.learner.rows import Row
-from winnow.learner.trees import GRAIN, Forest, plant
 from winnow.types import Rollout
 
 
@@ -38,7 +37,8 @@ def test_a_node_attends_to_the_beginning_of_its_rows(
     rows = [row(prompts[p], [t for t, _ in said], [a for _, a in said]) for p, said in drawn]
     if ordered:
         rows.sort(key=lambda r: (r.rollout.prompt_ids, r.inputs.tolist()))
-    trees = plant(rows, pairs)
+    packing = Packing.from_rows(rows, Budget(pairs=pairs))
+    trees = packing.trees()
     U, S = trees.input_ids_US.shape
     assert S % GRAIN == 0
     ids, seen = trees.input_ids_US.flatten(), trees.mask(torch.float32)[:, 0] == 0
@@ -53,13 +53,10 @@ def test_a_node_attends_to_the_beginning_of_its_rows(
             u, at = divmod(node, S)
             assert (seen[u, at].nonzero().flatten() + u * S).tolist() == path[: k + 1].tolist()
     assert seen.any(dim=2).all(), "padding attends to something"
-    forest = Forest(pairs)
-    for one in rows:
-        forest.add(one)
-    assert len(forest.sizes) == U
+    assert len(packing.sizes) == U
     if ordered and pairs == math.inf:
         beginnings = {(r.rollout.prompt_ids, *r.inputs[:n].tolist()) for r in rows for n in range(1, len(r.inputs) + 1)}
-        assert sum(forest.sizes) == len(beginnings)
+        assert sum(packing.sizes) == len(beginnings)
 
 
 def test_a_row_predicts_its_last_action_from_the_token_before() -> None:
@@ -71,12 +68,7 @@ def test_a_row_predicts_its_last_action_from_the_token_before() -> None:
 def test_rows_share_only_as_much_as_attention_to_the_others_costs_less() -> None:
     """Long rows with a short prompt gain nothing: in one tree each would attend to a mask as long as all of them."""
     rows = [row(tuple(range(10)), [100 * i + j for j in range(200)]) for i in range(8)]
-    sizes = {}
-    for pairs in (10.0, 2e4, math.inf):
-        forest = Forest(pairs)
-        for one in rows:
-            forest.add(one)
-        sizes[pairs] = forest.sizes
+    sizes = {pairs: Packing.from_rows(rows, Budget(pairs=pairs)).sizes for pairs in (10.0, 2e4, math.inf)}
     assert sizes[10.0] == [209] * 8
     assert sizes[math.inf] == [10 + 8 * 199]
     assert 1 < len(sizes[2e4]) < 8
@@ -98,14 +90,14 @@ def test_siblings_share_in_the_order_that_makes_most_of_it() -> None:
     budget = Budget(pairs=math.inf)
     rows = [row((1, 2), [i % 2] * 20 + [5 + i, 9]) for i in range(6)]
     (part,) = packed(rows, budget)
-    assert Extent.of(part, budget).computed == 2 + 2 * 20 + 6
-    assert Extent.of(rows, budget).computed == 2 + 6 * 21
-    assert not Extent.of(rows, Budget()).shares
+    assert part.computed == 2 + 2 * 20 + 6
+    assert Packing.from_rows(rows, budget).computed == 2 + 6 * 21
+    assert not Packing.from_rows(rows, Budget()).shares
 
 
 def test_segments_of_a_rollout_each_have_their_prompts_tree() -> None:
     first, second = row((1, 2, 3), [4, 5, 6]), row((7, 8, 9), [4, 5])
-    trees = plant([first, second, first, second], math.inf)
+    trees = Packing.from_rows([first, second, first, second], Budget(pairs=math.inf)).trees()
     assert trees.input_ids_US.shape == (2, GRAIN)
     assert trees.node_BT[0].tolist() == trees.node_BT[2].tolist()
     assert trees.node_BT[1].tolist() == trees.node_BT[3].tolist()

@@ -1,21 +1,25 @@
-"""Micro-batches: rows of an update as padded arrays, split by a token budget.
+"""Micro-batches: rows of an update, packed by a token budget into padded arrays.
 
 Rows of one rollout stay in one micro-batch, where sums over the rollout are taken.
+
+Rows that begin alike may share a prefix tree, so that each token of the common beginning is computed once. The nodes of
+a tree are tokens. A row is a path, and each node attends to itself and to those before it on its paths. So all outputs
+and gradients are those of rows computed apart; what several rows have in common gets the sum of their gradients.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from ..methods.advantage.in_update import Weighing
 from .rows import Pool, Row, rollouts_of
-from .trees import Forest, PrefixTrees, plant
 
 PASS_TOKENS = 512
 PASS_TOKENS_CUDA = 2048
@@ -25,6 +29,8 @@ PAIRS = 7.0
 by operations, for usual shapes."""
 BLOCK = 0.75
 """Share of the token budget for rows whose activations are partly kept until their common baselines are known."""
+GRAIN = 8
+"""Trees are padded to a multiple of this: fused kernels want a mask with rows of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,27 @@ class Pools:
     """The micro-batches that these pools span, in order."""
     fits: bool
     """Whether the pieces together fit the token budget; otherwise they are one pool larger than the budget."""
+
+
+@dataclass(frozen=True)
+class PrefixTrees:
+    """U trees of up to S nodes, in depth-first order: node j is on the way to node i if j <= i < stop[j]."""
+
+    input_ids_US: torch.Tensor
+    position_ids_US: torch.Tensor
+    stop_US: torch.Tensor
+    node_BT: torch.Tensor
+    """int64: where the trees, laid end to end, have the token of a row; 0 from its last action on."""
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return [U, 1, S, S]: 0 where node i (third) attends to node j (fourth), else very negative.
+
+        In the type of the queries: of any other, attention would keep a copy in every layer.
+        """
+        nodes = torch.arange(self.stop_US.shape[1], device=self.stop_US.device)
+        seen_USS = (nodes <= nodes[:, None]) & (nodes[:, None] < self.stop_US[:, None, :])
+        mask = torch.zeros(seen_USS.shape, dtype=dtype, device=nodes.device)
+        return mask.masked_fill_(~seen_USS, torch.finfo(dtype).min)[:, None]
 
 
 @dataclass
@@ -74,7 +101,7 @@ class Budget:
     pass_tokens: int = PASS_TOKENS
     """Tokens that cost as much as one more pass: the limit on padding."""
     pairs: float = 0.0
-    """As in `Forest`; 0: nothing is shared."""
+    """Pairs of tokens that attention computes in the time that one token takes elsewhere; 0: nothing is shared."""
 
     @staticmethod
     def for_model(tokens: int, parameters: int, *, share: bool, device: str = "cpu") -> Budget:
@@ -90,34 +117,218 @@ class Budget:
 NO_LIMIT = Budget()
 
 
+class Place(NamedTuple):
+    """Where a row is in the trees."""
+
+    tree: int
+    shared: int
+    """Tokens that it shares with the row before it in that tree."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows that one pass computes, with the prefix trees that hold them; grown rollout by rollout."""
+
+    budget: Budget
+    rollouts: list[Sequence[Row]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    """One per row; none if the budget shares nothing."""
+    sizes: list[int] = field(default_factory=list)
+    """Nodes of each tree."""
+    longest: int = 0
+    tokens: int = 0
+    """Tokens of the rows, prompts included."""
+    _last: dict[tuple[int, ...], tuple[int, np.ndarray]] = field(default_factory=dict)
+    """Prompt -> its last tree, and the inputs of the row placed there last."""
+
+    @staticmethod
+    def from_rows(rows: Sequence[Row], budget: Budget) -> Packing:
+        packing = Packing(budget)
+        for rollout in rollouts_of(rows):
+            packing = packing.with_rollout(rollout)
+        return packing
+
+    def with_rollout(self, rollout: Sequence[Row]) -> Packing:
+        """Return a larger packing, whose trees have grown by the rows of `rollout`."""
+        packing = Packing(
+            self.budget,
+            [*self.rollouts, rollout],
+            [*self.places],
+            [*self.sizes],
+            max(self.longest, *(row.length for row in rollout)),
+            self.tokens + sum(row.length for row in rollout),
+            {**self._last},
+        )
+        if self.budget.pairs:
+            packing.places.extend(packing._place(row) for row in rollout)
+        return packing
+
+    def _place(self, row: Row) -> Place:
+        """Add a row to the tree of the row before it with the same prompt, from where they differ.
+
+        It gets a tree of its own where attention to all nodes of a tree would cost more than sharing saves.
+        """
+        tokens, prompt = row.inputs, row.rollout.prompt_ids
+        tree, before = self._last.get(prompt, (-1, tokens[:0]))
+        shared = _common(before, tokens)
+        size, new = self.sizes[tree] if shared else 0, len(tokens) - shared
+        if (size + new) ** 2 - size**2 - len(tokens) ** 2 / 2 > self.budget.pairs * shared:
+            shared, new = 0, len(tokens)
+        if not shared:
+            tree = len(self.sizes)
+            self.sizes.append(0)
+        self.sizes[tree] += new
+        self._last[prompt] = tree, tokens
+        return Place(tree, shared)
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(chain.from_iterable(self.rollouts))
+
+    @property
+    def shares(self) -> bool:
+        """Return whether trees cost less. Without them the last token of a row and half of its pairs are left out."""
+        if not self.sizes:
+            return False
+        S, T, pairs = max(self.sizes), self.longest, self.budget.pairs
+        rows = len(self.places)
+        return len(self.sizes) * S * (1 + S / pairs) < rows * (T - 1) * (1 + T / 2 / pairs)
+
+    @property
+    def computed(self) -> int:
+        """Return the number of computed tokens, padding included."""
+        if self.shares:
+            return len(self.sizes) * max(self.sizes)
+        return sum(len(rollout) for rollout in self.rollouts) * self.longest
+
+    @property
+    def fits(self) -> bool:
+        """Return whether it is within the budget."""
+        computed = self.computed
+        padding = computed - (sum(self.sizes) if self.shares else self.tokens)
+        return computed <= self.budget.tokens and padding <= self.budget.pass_tokens
+
+    def micro_batch(self, pad_id: int, device: torch.device | str = "cpu") -> MicroBatch:
+        """Right-pad the rows, or lay out their trees."""
+        rows = self.rows
+        B, T = len(rows), self.longest
+        ids = np.full((B, T), pad_id, dtype=np.int64)
+        mask = np.zeros((B, T), dtype=bool)
+        logp = np.zeros((B, T), dtype=np.float32)
+        for b, row in enumerate(rows):
+            rollout, p = row.rollout, len(row.rollout.prompt_ids)
+            ids[b, :p] = rollout.prompt_ids
+            ids[b, p : row.length] = rollout.token_ids
+            mask[b, p : row.length] = rollout.action_mask
+            logp[b, p : row.length] = rollout.sampler_logp
+        number_B = [number for number, rollout in enumerate(self.rollouts) for _ in rollout]
+        return MicroBatch(
+            input_ids_BT=torch.from_numpy(ids).to(device),
+            mask_BT=torch.from_numpy(mask).to(device),
+            sampler_logp_BT=torch.from_numpy(logp).to(device),
+            advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float64, device=device),
+            row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float64, device=device),
+            rollout_B=None if len(self.rollouts) == B else torch.tensor(number_B, device=device),
+            trees=self.trees(device) if self.shares else None,
+        )
+
+    def trees(self, device: torch.device | str = "cpu") -> PrefixTrees:
+        """Return the trees as arrays."""
+        rows = self.rows
+        S = -(-max(self.sizes) // GRAIN) * GRAIN
+        shape = len(self.sizes), S
+        ids, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        stops = np.broadcast_to(np.arange(1, S + 1), shape).copy()  # padding attends to itself
+        nodes = np.zeros((len(rows), self.longest), dtype=np.int64)
+        paths = [np.zeros(0, dtype=np.int64)] * len(self.sizes)
+        grown = [0] * len(self.sizes)
+        for b, (row, (u, shared)) in enumerate(zip(rows, self.places, strict=True)):
+            start, tokens = grown[u], row.inputs
+            grown[u] = stop = start + len(tokens) - shared
+            stops[u, paths[u][shared:]] = start
+            paths[u] = np.concatenate([paths[u][:shared], np.arange(start, stop)])
+            ids[u, start:stop], positions[u, start:stop] = tokens[shared:], np.arange(shared, len(tokens))
+            stops[u, paths[u]] = stop
+            nodes[b, : len(tokens)] = u * S + paths[u]
+        return PrefixTrees(*(torch.from_numpy(array).to(device) for array in (ids, positions, stops, nodes)))
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the length of the common beginning."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    return int(differs.argmax()) if differs.any() else n
+
+
+def packed(rows: Sequence[Row], budget: Budget) -> list[Packing]:
+    """Group rows of similar length, longest first, or group siblings, whichever computes fewer tokens; ignore pools."""
+    by_length = sorted(rollouts_of(rows), key=lambda rollout: max(row.length for row in rollout), reverse=True)
+    if not budget.pairs:
+        return _cut(by_length, budget)
+    longest: dict[tuple[int, ...], int] = {}
+    for first, *others in by_length:
+        longest.setdefault(first.rollout.prompt_ids, max(row.length for row in (first, *others)))
+
+    def sibling_order(rollout: Sequence[Row]) -> tuple[int, tuple[int, ...], list[int]]:
+        prompt = rollout[0].rollout.prompt_ids
+        return -longest[prompt], prompt, rollout[0].inputs.tolist()
+
+    orders = by_length, sorted(by_length, key=sibling_order)
+    return min((_cut(order, budget) for order in orders), key=lambda packings: _cost(packings, budget))
+
+
+def _cut(rollouts: Sequence[Sequence[Row]], budget: Budget) -> list[Packing]:
+    """Split rollouts in this order into packings, each as large as the budget allows."""
+    packings: list[Packing] = []
+    for rollout in rollouts:
+        if packings and (larger := packings[-1].with_rollout(rollout)).fits:
+            packings[-1] = larger
+        else:
+            packings.append(Packing(budget).with_rollout(rollout))
+    return packings
+
+
+def _cost(packings: Sequence[Packing], budget: Budget) -> int:
+    """Return the cost of computing these packings, in tokens."""
+    return sum(packing.computed + budget.pass_tokens for packing in packings)
+
+
+def collate(
+    rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu", budget: Budget = NO_LIMIT
+) -> MicroBatch:
+    """Return rows in this order as one micro-batch, of any size."""
+    return Packing.from_rows(rows, budget).micro_batch(pad_id, device)
+
+
 def micro_batches(
     rows: Sequence[Row], budget: Budget, *, pad_id: int, device: torch.device | str = "cpu"
 ) -> list[MicroBatch]:
-    """Group rows of similar length, longest first, or group siblings, whichever computes fewer tokens.
+    """Pack the rows of an update.
 
     Pools are packed into blocks of at most `BLOCK` of the budget, unless one pool is larger. Rows are grouped only
     within a block.
     """
     if not rows or any(row.pool is None for row in rows):
-        return [collate(part, pad_id, device, budget) for part in packed(rows, budget)]
-    if cast(Pool, rows[0].pool).weighing == "gradient":  # norms need each row by itself
+        return [packing.micro_batch(pad_id, device) for packing in packed(rows, budget)]
+    weighing = cast(Pool, rows[0].pool).weighing
+    if weighing == "gradient":  # norms need each row by itself
         budget = replace(budget, pairs=0.0)
-    found: list[MicroBatch] = []
+    batches: list[MicroBatch] = []
     for block in _blocks(rows, int(BLOCK * budget.tokens)):
-        numbers = {pool: p for p, pool in enumerate(dict.fromkeys(row.pool for row in block))}
-        mean_P = torch.tensor(
-            [np.mean([rows[0].advantage for rows in rollouts_of(block) if rows[0].pool == pool]) for pool in numbers],
-            device=device,
-        )
+        rewards: dict[Pool | None, list[float]] = {}
+        for rollout in rollouts_of(block):
+            rewards.setdefault(rollout[0].pool, []).append(rollout[0].advantage)
+        numbers = {pool: number for number, pool in enumerate(rewards)}
+        mean_P = torch.tensor([np.mean(of_pool) for of_pool in rewards.values()], device=device)
         fits = sum(row.length for row in block) <= budget.tokens
         pieces: list[MicroBatch] = []
-        for part in packed(block, budget):
-            batch = collate(part, pad_id, device, budget)
-            number_B = torch.tensor([numbers[row.pool] for row in part], device=device)
-            batch.pools = Pools(cast(Pool, part[0].pool).weighing, number_B, mean_P, pieces, fits)
+        for packing in packed(block, budget):
+            batch = packing.micro_batch(pad_id, device)
+            number_B = torch.tensor([numbers[row.pool] for row in packing.rows], device=device)
+            batch.pools = Pools(weighing, number_B, mean_P, pieces, fits)
             pieces.append(batch)
-        found += pieces
-    return found
+        batches += pieces
+    return batches
 
 
 def _blocks(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
@@ -127,7 +338,7 @@ def _blocks(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
         pools.setdefault(row.pool, []).append(row)
     blocks: list[list[Row]] = []
     room = 0
-    for pool in sorted(pools.values(), key=lambda p: max(row.length for row in p), reverse=True):
+    for pool in sorted(pools.values(), key=lambda rows: max(row.length for row in rows), reverse=True):
         needed = sum(row.length for row in pool)
         if not blocks or needed > room:
             blocks.append([])
@@ -135,117 +346,3 @@ def _blocks(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
         blocks[-1] += pool
         room -= needed
     return blocks
-
-
-def packed(rows: Sequence[Row], budget: Budget) -> list[list[Row]]:
-    """Return the rows of each micro-batch of `micro_batches`, ignoring pools."""
-    by_length = sorted(rollouts_of(rows), key=lambda of_one: max(row.length for row in of_one), reverse=True)
-    if not budget.pairs:
-        return _cut(by_length, budget)
-    longest: dict[tuple[int, ...], int] = {}
-    for of_one in by_length:
-        longest.setdefault(of_one[0].rollout.prompt_ids, max(row.length for row in of_one))
-    siblings = sorted(
-        by_length, key=lambda of_one: (-longest[_prompt(of_one)], _prompt(of_one), of_one[0].inputs.tolist())
-    )
-    return min((_cut(order, budget) for order in (by_length, siblings)), key=lambda parts: _cost(parts, budget))
-
-
-def _prompt(of_one: Sequence[Row]) -> tuple[int, ...]:
-    return of_one[0].rollout.prompt_ids
-
-
-def _cut(rollouts: Sequence[Sequence[Row]], budget: Budget) -> list[list[Row]]:
-    """Split rollouts in this order into parts, each as large as the budget allows."""
-    parts: list[list[Row]] = []
-    extent = Extent.of([], budget)
-    for of_one in rollouts:
-        grown = extent.with_rows(of_one)
-        if not parts or grown.computed > budget.tokens or grown.padding > budget.pass_tokens:
-            parts.append([])
-            grown = Extent.of(of_one, budget)
-        parts[-1] += of_one
-        extent = grown
-    return parts
-
-
-def _cost(parts: Sequence[Sequence[Row]], budget: Budget) -> int:
-    """Return the cost of computing these micro-batches, in tokens."""
-    return sum(Extent.of(part, budget).computed + budget.pass_tokens for part in parts)
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Tokens that a micro-batch of some rows would compute."""
-
-    forest: Forest
-    rows: int = 0
-    longest: int = 0
-    tokens: int = 0
-    """Tokens of the rows, prompts included."""
-
-    @staticmethod
-    def of(rows: Sequence[Row], budget: Budget) -> Extent:
-        return Extent(Forest(budget.pairs)).with_rows(rows)
-
-    def with_rows(self, rows: Sequence[Row]) -> Extent:
-        forest = self.forest.copy()
-        for row in rows if forest.pairs else ():
-            forest.add(row)
-        longest = max([self.longest, *(row.length for row in rows)])
-        return Extent(forest, self.rows + len(rows), longest, self.tokens + sum(row.length for row in rows))
-
-    @property
-    def shares(self) -> bool:
-        """Return whether trees cost less. Without them the last token of a row and half of its pairs are left out."""
-        if not self.forest.sizes:
-            return False
-        S, T = max(self.forest.sizes), self.longest
-        together = self._together * (1 + S / self.forest.pairs)
-        return together < self.rows * (T - 1) * (1 + T / 2 / self.forest.pairs)
-
-    @property
-    def computed(self) -> int:
-        """Return the number of computed tokens, padding included."""
-        return self._together if self.shares else self.rows * self.longest
-
-    @property
-    def padding(self) -> int:
-        return self.computed - (sum(self.forest.sizes) if self.shares else self.tokens)
-
-    @property
-    def _together(self) -> int:
-        return len(self.forest.sizes) * max(self.forest.sizes)
-
-
-def collate(
-    rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu", budget: Budget = NO_LIMIT
-) -> MicroBatch:
-    """Right-pad rows into one micro-batch."""
-    B, T = len(rows), max(row.length for row in rows)
-    ids = np.full((B, T), pad_id, dtype=np.int64)
-    mask = np.zeros((B, T), dtype=bool)
-    logp = np.zeros((B, T), dtype=np.float32)
-    for b, row in enumerate(rows):
-        rollout, p = row.rollout, len(row.rollout.prompt_ids)
-        ids[b, :p] = rollout.prompt_ids
-        ids[b, p : row.length] = rollout.token_ids
-        mask[b, p : row.length] = rollout.action_mask
-        logp[b, p : row.length] = rollout.sampler_logp
-    return MicroBatch(
-        input_ids_BT=torch.from_numpy(ids).to(device),
-        mask_BT=torch.from_numpy(mask).to(device),
-        sampler_logp_BT=torch.from_numpy(logp).to(device),
-        advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float64, device=device),
-        row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float64, device=device),
-        rollout_B=_rollout_numbers(rows, device),
-        trees=plant(rows, budget.pairs, device) if Extent.of(rows, budget).shares else None,
-    )
-
-
-def _rollout_numbers(rows: Sequence[Row], device: torch.device | str) -> torch.Tensor | None:
-    """Return `MicroBatch.rollout_B`."""
-    rollouts = rollouts_of(rows)
-    if len(rollouts) == len(rows):
-        return None
-    return torch.tensor([n for n, of_one in enumerate(rollouts) for _ in of_one], device=device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class Row:
     def length(self) -> int:
         return len(self.rollout.prompt_ids) + len(self.rollout.token_ids)
 
-    @property
+    @cached_property
     def inputs(self) -> np.ndarray:
         """Return the tokens that predict actions, int64: the prompt, and all before the last action."""
         actions = np.flatnonzero(self.rollout.action_mask)

@@ -1,7 +1,7 @@
 """Forward passes from a micro-batch to the hidden states or logits that predict its sampled tokens.
 
 Siblings of a group share a prompt, and often more. Where it saves something, what rows share runs through the model
-once (`trees`).
+once (`PrefixTrees`).
 """
 
 from __future__ import annotations

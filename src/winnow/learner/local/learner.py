@@ -23,7 +23,7 @@ from ...engine.skeleton import for_trials
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
-from ..batch import Budget, MicroBatch, collate, micro_batches, packed
+from ..batch import Budget, MicroBatch, micro_batches, packed
 from ..rows import Row
 from .eval_mode import WideAttention, checkpoint_layers, train_adapter_dropout
 from .forward import Body, can_share, head_is_linear, predictions
@@ -282,10 +282,11 @@ class LocalLearner:
     def _of_rows(self, rows: Sequence[Row], logp: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of `logp`, [B, T-1], at the action tokens of each row."""
         found: dict[int, torch.Tensor] = {}
-        for part in packed(rows, self._budget):
-            batch = collate(part, self.options.pad_id, self.device, self._budget)
+        for packing in packed(rows, self._budget):
+            batch = packing.micro_batch(self.options.pad_id, self.device)
             logp_BT, mask_BT = logp(batch), batch.mask_BT[:, 1:]
-            found |= {id(row): logp_T[mask_T] for row, logp_T, mask_T in zip(part, logp_BT, mask_BT, strict=True)}
+            for row, logp_T, mask_T in zip(packing.rows, logp_BT, mask_BT, strict=True):
+                found[id(row)] = logp_T[mask_T]
         return [found[id(row)] for row in rows]
 
     def _logp(
