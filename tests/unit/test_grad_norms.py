@@ -17,7 +17,7 @@ from winnow.learner.batch import Budget, MicroBatch, collate, micro_batches
 from winnow.learner.local import grad_norms, logprob, optimal_baseline_update, row_head
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
-from winnow.learner.local.optimal_baseline_update import ByLength, RowByRow
+from winnow.learner.local.optimal_baseline_update import RowByRow
 from winnow.learner.rows import Pool, Row, rollouts_of
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
@@ -121,7 +121,7 @@ def test_one_backward_pass_is_as_good_as_one_for_each_rollout(
 ) -> None:
     monkeypatch.setattr(grad_norms, "PASS_COST", pass_cost)
     learner = learner_of(MODELS[name]().double())
-    assert isinstance(learner._pooled, ByLength)
+    assert learner._batched is not None
     rows = pooled_rows(binary=rewards == "binary")
     stats = update(learner, micro_batches(rows, Budget(budget), pad_id=0), PLAIN)
     assert_same(learner, rows, PLAIN, stats, 1e-6)
@@ -152,8 +152,8 @@ def test_the_segments_of_a_rollout_have_one_norm(
     for module in (logprob, row_head):
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", at_once * VOCABULARY)
     learner = learner_of(MODELS[name]().double())
-    assert isinstance(learner._pooled, ByLength)
-    monkeypatch.setattr(learner._pooled, "row_by_row", learner._pooled.batched)
+    assert learner._batched is not None
+    monkeypatch.setattr(learner, "_row_by_row", learner._batched)
     of_rollout = [0, 1, 1, 1, 2, 2, 3, 4, 4]
     rows, first = pooled_rows(4), [of_rollout.index(number) for number in of_rollout]
     rows = [
@@ -238,7 +238,7 @@ def test_one_precision_is_enough() -> None:
     learner = learner_of(llama())
     assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(60), pad_id=0), PLAIN), 1e-5)
     half = learner_of(llama(), compute_dtype=torch.bfloat16)
-    assert isinstance(half._pooled, ByLength)
+    assert half._batched is not None
     stats = update(half, micro_batches(rows, Budget(60), pad_id=0), PLAIN)
     assert_same(half, rows, PLAIN, stats, 0.05)
 
@@ -274,7 +274,7 @@ def shared_layer() -> Any:
 )
 def test_other_models_take_one_backward_pass_a_rollout(make: Callable[[], Any], options: dict[str, Any]) -> None:
     learner = learner_of(make().double(), **options)
-    assert isinstance(learner._pooled, RowByRow)
+    assert learner._batched is None
     rows = pooled_rows(6)
     assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(60), pad_id=0), PLAIN), 1e-6)
 
@@ -283,7 +283,7 @@ def test_other_models_take_one_backward_pass_a_rollout(make: Callable[[], Any], 
 def test_blocks_of_long_rows_go_one_row_at_a_time(tokens: int, alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimal_baseline_update, "ALONE_TOKENS", tokens)
     learner = learner_of(llama().double())
-    assert isinstance(learner._pooled, ByLength)
+    assert learner._batched is not None
     seen: list[int] = []
     original = RowByRow.of_rollout
     monkeypatch.setattr(RowByRow, "of_rollout", lambda *args: seen.append(1) or original(*args))
@@ -296,13 +296,13 @@ def test_blocks_of_long_rows_go_one_row_at_a_time(tokens: int, alone: int, monke
 
 def test_the_slower_way_is_said_with_its_reason() -> None:
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM: .* one rollout at a time.*Scaled"):
-        assert isinstance(learner_of(scaled())._pooled, RowByRow)
+        assert learner_of(scaled())._batched is None
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
 def test_what_is_not_finite_is_no_update(options: dict[str, Any]) -> None:
     learner = learner_of(llama(), **options)
-    assert learner._pooled
+    assert (learner._batched is None) == bool(options)
     rows = pooled_rows(7)
     infinite = [replace(row, weight=math.inf) if i == 3 else row for i, row in enumerate(rows)]
     with pytest.raises(FloatingPointError, match="no update was made"):
@@ -316,7 +316,7 @@ def test_only_trainable_parameters_get_a_gradient_and_nothing_is_left_behind() -
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
     learner = learner_of(model.double())
-    assert isinstance(learner._pooled, ByLength)
+    assert learner._batched is not None
     rows = pooled_rows(8)
     assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(60), pad_id=0), PLAIN), 1e-6)
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())

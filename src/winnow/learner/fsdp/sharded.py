@@ -33,8 +33,8 @@ from ...engine.saving import save_whole
 from ...methods.correct import Evidence
 from ...methods.loss import LossConfig
 from ..base import Stats
-from ..batch import MicroBatch, packed
-from ..local.eval_mode import train_adapter_dropout
+from ..batch import MicroBatch, Pools, packed
+from ..local.eval_mode import without_adapter_dropout
 from ..local.grad_norms import UnsupportedModelError
 from ..local.learner import LearnerOptions, LocalLearner
 from ..local.logprob import TokenDistribution
@@ -139,20 +139,22 @@ class ShardedLearner(LocalLearner):
             )
             raise ValueError(f"learner: fsdp cannot find the baselines of opob {why}; use learner: local")
         params = [p for p in self.model.parameters() if p.requires_grad]
-        self.model.eval()
+        row_by_row = RowByRow(params, super()._logp)
         try:
-            exactly_batched(self._causal_lm, RowByRow(params, super()._logp), self.distribution, self._autocast)
+            with without_adapter_dropout(self.model):
+                exactly_batched(self._causal_lm, row_by_row, self.distribution, self._autocast)
         except UnsupportedModelError as error:
             raise ValueError(
                 f"learner: fsdp cannot find the baselines of opob for {type(self._causal_lm).__name__}: {error}; use "
                 "learner: local"
             ) from None
-        finally:
-            train_adapter_dropout(self.model)
 
     @cached_property
-    def _pooled(self) -> Batched:
+    def _batched(self) -> Batched:
         return Batched(self._causal_lm, self.distribution, self._autocast, self._root, self._keep)
+
+    def _strategy(self, pools: Pools) -> Batched:
+        return self._batched  # each row's backward pass would be a collective
 
     def _keep(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         self._kept[parameter] = self._kept[parameter].add_(gradient) if parameter in self._kept else gradient

@@ -7,7 +7,8 @@ each class. Setting rates to 0 would require knowing them all. Gradients do not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,16 @@ def train_adapter_dropout(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "lora_dropout":
             module.train()
+
+
+@contextmanager
+def without_adapter_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Disable the dropout of adapters, which would make passes differ."""
+    model.eval()
+    try:
+        yield
+    finally:
+        train_adapter_dropout(model)
 
 
 def checkpoint_layers(model: torch.nn.Module) -> None:

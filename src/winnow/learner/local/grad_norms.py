@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ...methods.segments import sum_by_rollout
 from .logprob import at_least_float32
 
 PASS_COST = 50
@@ -75,22 +76,21 @@ def add_times(sums_K: torch.Tensor, gradient: torch.Tensor, factors: list[float]
         total.add_(gradient, alpha=factor)
 
 
+def padded(values_N: torch.Tensor, number_N: torch.Tensor) -> torch.Tensor:
+    """Return the values [N, ...] of each number, [R, most of one number, ...], with zeros at the end.
+
+    `number_N`: int64, ascending from 0 to R - 1.
+    """
+    count_R = number_N.bincount()
+    place_N = torch.arange(len(number_N), device=number_N.device) - (count_R.cumsum(0) - count_R)[number_N]
+    padded = values_N.new_zeros(len(count_R), int(count_R.max()), *values_N.shape[1:])
+    padded[number_N, place_N] = values_N
+    return padded
+
+
 def joined(values_BT: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
     """Return the rows [B, T, ...] of each rollout one after another, [R, S * T, ...]; zeros where there are under S."""
-    if rollout_B is None:
-        return values_BT
-    count_R = rollout_B.bincount()
-    place_B = torch.arange(len(rollout_B), device=rollout_B.device) - (count_R.cumsum(0) - count_R)[rollout_B]
-    found = values_BT.new_zeros(len(count_R), int(count_R.max()), *values_BT.shape[1:])
-    found[rollout_B, place_B] = values_BT
-    return found.flatten(1, 2)
-
-
-def summed(values_B: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum over each rollout's rows, [R, ...]."""
-    if rollout_B is None:
-        return values_B
-    return values_B.new_zeros(int(rollout_B[-1]) + 1, *values_B.shape[1:]).index_add_(0, rollout_B, values_B)
+    return values_BT if rollout_B is None else padded(values_BT, rollout_B).flatten(1, 2)
 
 
 def direct_term(parameter: nn.Parameter, gradient_BX: torch.Tensor) -> Term:
@@ -205,7 +205,7 @@ class RowHooks:
         """Return the terms that need no hooks, after the backward pass."""
         leaves = [(p, leaf.grad) for p, leaf in self._leaves.items() if leaf.grad is not None]
         of_rows = [(p, gradient.reshape(len(gradient), *p.shape)) for p, gradient in leaves]
-        return [direct_term(p, summed(at_least_float32(gradient), self._rollout_B)) for p, gradient in of_rows]
+        return [direct_term(p, sum_by_rollout(at_least_float32(gradient), self._rollout_B)) for p, gradient in of_rows]
 
     def embedded(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return ids [B, T] and gradients [B, T, H] of the embedding with this weight, after the backward pass."""

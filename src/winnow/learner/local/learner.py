@@ -23,14 +23,14 @@ from ...engine.skeleton import for_trials
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
-from ..batch import Budget, MicroBatch, micro_batches, packed
+from ..batch import Budget, MicroBatch, Pools, micro_batches, packed
 from ..rows import Row
-from .eval_mode import WideAttention, checkpoint_layers, train_adapter_dropout
+from .eval_mode import WideAttention, checkpoint_layers, train_adapter_dropout, without_adapter_dropout
 from .forward import Body, can_share, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
 from .loss_scale import LossScale
 from .merged import MergedWeights
-from .optimal_baseline_update import Batched, ByLength, RowByRow, batched_if_exact
+from .optimal_baseline_update import Batched, RowByRow, alone_is_faster, batched_if_exact
 from .optimizer import Optimizer, load_state, make_optimizer, saved_state, set_learning_rate
 from .recompute import recomputing
 from .reference import load_reference, mix, save_reference
@@ -139,15 +139,15 @@ class LocalLearner:
         return str(self.options.compute_dtype).removeprefix("torch.")
 
     @cached_property
-    def _pooled(self) -> RowByRow | Batched | ByLength:
-        row_by_row = RowByRow(list(self._params.values()), self._logp)
+    def _row_by_row(self) -> RowByRow:
+        return RowByRow(list(self._params.values()), self._logp)
+
+    @cached_property
+    def _batched(self) -> Batched | None:
         if self.options.gradient_checkpointing or not self._own_head:
-            return row_by_row
-        self.model.eval()  # adapter dropout would make the trial another draw
-        try:
-            return batched_if_exact(self._causal_lm, row_by_row, self.distribution, self._autocast)
-        finally:
-            train_adapter_dropout(self.model)
+            return None
+        with without_adapter_dropout(self.model):
+            return batched_if_exact(self._causal_lm, self._row_by_row, self.distribution, self._autocast)
 
     @cached_property
     def _token_baselines(self) -> TokenBaselines:
@@ -198,11 +198,17 @@ class LocalLearner:
         """
         with self._kernels():
             if batch.pools is not None and batch.pools.weighing == "gradient":
-                self._pooled.add(batch, loss, stats)
+                self._strategy(batch.pools).add(batch, loss, stats)
                 return
             with nullcontext() if self._recomputing is None else self._recomputing.forward():
                 total = self._loss(batch, loss, stats)
             self._backward(total)
+
+    def _strategy(self, pools: Pools) -> RowByRow | Batched:
+        """Return how to compute the gradients of a block whose baselines depend on them."""
+        if self._batched is None or alone_is_faster(pools):
+            return self._row_by_row
+        return self._batched
 
     def _backward(self, total: torch.Tensor) -> None:
         if not torch.isfinite(total):
@@ -261,12 +267,11 @@ class LocalLearner:
     def logp(self, rows: Sequence[Row], *, raw: bool = False) -> list[torch.Tensor]:
         used = self.distribution
         self.distribution = TokenDistribution(used.n_tokens) if raw else used
-        self.model.eval()
         try:
-            return self._of_rows(rows, self.batch_logp)
+            with without_adapter_dropout(self.model):
+                return self._of_rows(rows, self.batch_logp)
         finally:
             self.distribution = used
-            train_adapter_dropout(self.model)
 
     @torch.no_grad()
     def reference_logp(self, rows: Sequence[Row]) -> list[torch.Tensor]:

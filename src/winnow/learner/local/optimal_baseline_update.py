@@ -1,29 +1,31 @@
 """Updates whose baselines depend on the rollouts' own gradients (OPOB; VCPO, sections 3.3 and 3.4).
 
-The authors run one backward pass per rollout and keep two sums of gradients, with and without reward weights; the
-baseline is subtracted at the end. `RowByRow` does that. `Batched` takes one backward pass for all rollouts of a
-micro-batch. It needs parameters whose gradients can be separated by rows (`grad_norms`). It is 1.5 to 4.5 times as fast
-below `ALONE_TOKENS` (docs/baselines.md).
+Two strategies give the same gradients. `RowByRow`, the authors': one backward pass per rollout, for models whose
+gradients cannot be separated by rows, for long rows on a CPU, and for rollouts of several segments. `Batched`: one
+backward pass for all rollouts of a micro-batch (`grad_norms`), otherwise; below `ALONE_TOKENS` it is 1.5 to 4.5 times
+as fast (docs/baselines.md). Both keep two sums of gradients, with and without reward weights, and subtract the baseline
+at the end.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ...methods.advantage import optimal_baseline
 from ...methods.loss import LossConfig
+from ...methods.segments import sum_by_rollout
 from ..base import Stats
 from ..batch import MicroBatch, Pools
 from .forward import predictions
-from .grad_norms import RowHooks, Term, UnsupportedModelError, add_times, summed
+from .grad_norms import RowHooks, Term, UnsupportedModelError, add_times
 from .logprob import TokenDistribution
 from .row_head import HeadPass, RowHead, Tokens
 from .update_stats import Logp, book, correction_weights, spread
@@ -31,7 +33,6 @@ from .update_stats import Logp, book, correction_weights, spread
 ALONE_TOKENS = 200
 """Mean padded row length from which a CPU computes rows one by one. `Batched` is 1.5 times as fast at 128 tokens, at
 most 1.2 times at 256, and takes more memory. A GPU would be mostly idle with one row."""
-
 
 Give = Callable[[nn.Parameter, torch.Tensor], None]
 """Receives a part of a parameter's gradient."""
@@ -41,21 +42,15 @@ def add_to_grad(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.grad = gradient.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rewards of some rows of a block, and the results of their passes."""
+class RolloutResults(NamedTuple):
+    """Rewards of some rollouts of a block, and the results of their passes."""
 
     rewards_B: torch.Tensor
     number_B: torch.Tensor
-    """Pool of each row."""
+    """Pool of each rollout."""
     norm_sq_B: torch.Tensor
     loss_B: torch.Tensor
-    """Loss of each row at an advantage of 1."""
-
-
-def joined(parts: list[Rows]) -> Rows:
-    columns = zip(*((p.rewards_B, p.number_B, p.norm_sq_B, p.loss_B) for p in parts), strict=True)
-    return Rows(*(torch.cat(column) for column in columns))
+    """Loss of each rollout at an advantage of 1."""
 
 
 def basis_of(rewards_B: torch.Tensor, number_B: torch.Tensor, mean_P: torch.Tensor) -> torch.Tensor:
@@ -67,19 +62,20 @@ def basis_of(rewards_B: torch.Tensor, number_B: torch.Tensor, mean_P: torch.Tens
     return torch.cat([same_PB.to(rewards_B.dtype), (rewards_B - mean_P[number_B])[None]])
 
 
-def baseline_factors(rows: Rows, mean_P: torch.Tensor, stats: Stats) -> torch.Tensor:
-    """Compute the baselines of all rows of a block; return the factors [P + 1] of its sums, `basis_of`."""
-    if not (torch.isfinite(rows.norm_sq_B).all() and torch.isfinite(rows.loss_B).all()):
-        worst = float(rows.norm_sq_B.max()) ** 0.5
+def baseline_factors(parts: Sequence[RolloutResults], mean_P: torch.Tensor, stats: Stats) -> torch.Tensor:
+    """Compute the baselines of all rollouts of a block; return the factors [P + 1] of its sums, `basis_of`."""
+    rewards_B, number_B, norm_sq_B, loss_B = (torch.cat(column) for column in zip(*parts, strict=True))
+    if not (torch.isfinite(norm_sq_B).all() and torch.isfinite(loss_B).all()):
+        worst = float(norm_sq_B.max()) ** 0.5
         raise FloatingPointError(
-            f"gradient norms up to {worst}, losses up to {float(rows.loss_B.max())} of rollouts; no update was made"
+            f"gradient norms up to {worst}, losses up to {float(loss_B.max())} of rollouts; no update was made"
         )
-    rewards, norms, numbers = (x.cpu().numpy() for x in (rows.rewards_B, rows.norm_sq_B, rows.number_B))
-    baseline_B = torch.from_numpy(optimal_baseline(rewards, norms, numbers)).to(rows.rewards_B)
-    baseline_P = torch.zeros_like(mean_P).index_copy_(0, rows.number_B, baseline_B)
-    stats.add("loss", float(((rows.rewards_B - baseline_B) * rows.loss_B).sum()))
+    rewards, norms, numbers = (x.cpu().numpy() for x in (rewards_B, norm_sq_B, number_B))
+    baseline_B = torch.from_numpy(optimal_baseline(rewards, norms, numbers)).to(rewards_B)
+    baseline_P = torch.zeros_like(mean_P).index_copy_(0, number_B, baseline_B)
+    stats.add("loss", float(((rewards_B - baseline_B) * loss_B).sum()))
     stats.baselines.append(baseline_P)
-    stats.row_norm_B.append(rows.norm_sq_B.sqrt())
+    stats.row_norm_B.append(norm_sq_B.sqrt())
     return torch.cat([mean_P - baseline_P, mean_P.new_ones(1)])
 
 
@@ -91,6 +87,10 @@ class RowByRow:
         self.logp = logp
 
     def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
+        """Add a block's gradients to `.grad` with its last micro-batch.
+
+        Raises FloatingPointError when a norm or a loss is not finite.
+        """
         pools = _pools(batch)
         if batch is not pools.pieces[-1]:
             return
@@ -101,7 +101,7 @@ class RowByRow:
                 for rows in rows_of_rollouts(piece):
                     if _pools(piece).number_B[rows.start] == number:
                         parts.append(self._sum_up(one_rollout(piece, rows), mean[None], loss, stats, sums))
-            factor_K = baseline_factors(joined(parts), mean[None], stats)
+            factor_K = baseline_factors(parts, mean[None], stats)
             for parameter, sums_K in sums.items():
                 add_to_grad(parameter, torch.tensordot(factor_K.to(sums_K.dtype), sums_K, 1))
 
@@ -112,7 +112,7 @@ class RowByRow:
         loss: LossConfig,
         stats: Stats,
         sums: dict[nn.Parameter, torch.Tensor],
-    ) -> Rows:
+    ) -> RolloutResults:
         """Add the gradients of one rollout to the sums of its pool."""
         gradients, loss_1 = self.of_rollout(rollout, loss, stats)
         reward_1 = rollout.advantages_B[:1]
@@ -122,7 +122,7 @@ class RowByRow:
             if parameter not in sums:
                 sums[parameter] = gradient.new_zeros(len(factors), *gradient.shape)
             add_times(sums[parameter], gradient, factors)
-        return Rows(reward_1, number_1, norm_sq(gradients)[None], loss_1[None])
+        return RolloutResults(reward_1, number_1, norm_sq(gradients)[None], loss_1[None])
 
     def of_rollout(
         self, rollout: MicroBatch, loss: LossConfig, stats: Stats
@@ -158,13 +158,14 @@ class Batched:
         self.hooks = RowHooks(causal_lm.get_decoder())
         self.head = RowHead(causal_lm.get_output_embeddings(), distribution)
         self.autocast, self.whole, self.give = autocast, whole, give
-        self._parts: list[Rows] = []
+        self._parts: list[RolloutResults] = []
         self._later: list[tuple[torch.Tensor, Term]] = []
         """Terms of the current block, with the basis of their rows' coefficients."""
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         """Sums over the basis, [P + 1, ...], for terms that would hold too much until the end of the block."""
 
     def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
+        """Give gradients, at the latest with the last micro-batch of a block. Errors: as `RowByRow.add`."""
         pools = _pools(batch)
         if batch is pools.pieces[0]:
             self._parts, self._later, self._sums = [], [], {}
@@ -173,7 +174,7 @@ class Batched:
         basis_KB = basis_of(rewards_B, number_B, pools.mean_P)
         terms, loss_B = self.of_rollouts(batch, loss, stats, basis_KB)
         norm_sq_B = torch.stack([term.square_B for term in terms]).sum(0)
-        self._parts.append(Rows(rewards_B, number_B, norm_sq_B, loss_B))
+        self._parts.append(RolloutResults(rewards_B, number_B, norm_sq_B, loss_B))
         for term in terms:
             if pools.fits and term.weighted is not None:
                 self._later.append((basis_KB, term))
@@ -183,7 +184,7 @@ class Batched:
                 self._sums[term.parameter] = term.over(basis_KB)
         if batch is pools.pieces[-1]:
             parts, self._parts = self._parts, []
-            self._finish(baseline_factors(joined(parts), pools.mean_P, stats))
+            self._finish(baseline_factors(parts, pools.mean_P, stats))
 
     def _finish(self, factor_K: torch.Tensor) -> None:
         while self._later:
@@ -213,7 +214,7 @@ class Batched:
                 with self.autocast():
                     terms.append(self.whole(partial(self.head.term, head, tokens, basis_KB, embedded)))
         book(stats, batch, logp, entropy)
-        return terms, summed((coefficient_BT * logp).sum(1), batch.rollout_B)
+        return terms, sum_by_rollout((coefficient_BT * logp).sum(1), batch.rollout_B)
 
     def _forward(self, batch: MicroBatch) -> tuple[torch.Tensor, Tokens, HeadPass]:
         mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
@@ -231,26 +232,16 @@ class Batched:
             return states_NH, tokens, self.head(tokens)
 
 
-class ByLength:
-    """Picks the faster way: on a CPU, blocks of long rows one row at a time; otherwise all rows at once.
+def alone_is_faster(pools: Pools) -> bool:
+    """Return whether `RowByRow` is the faster strategy for a block.
 
-    Rollouts of several segments are always computed one by one: `Batched` pads each to the most segments.
+    On a CPU it is for long rows, and anywhere for rollouts of several segments: `Batched` pads each to the most
+    segments.
     """
-
-    def __init__(self, batched: Batched, row_by_row: RowByRow) -> None:
-        self.batched = batched
-        self.row_by_row = row_by_row
-
-    def add(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
-        """Add the gradients of a micro-batch with pools to `.grad`, at the latest with the last of its block.
-
-        Raises FloatingPointError when a norm or a loss is not finite.
-        """
-        pieces = [piece.input_ids_BT for piece in _pools(batch).pieces]
-        long = sum(ids.numel() for ids in pieces) >= ALONE_TOKENS * sum(len(ids) for ids in pieces)
-        several = any(piece.rollout_B is not None for piece in _pools(batch).pieces)
-        way = self.row_by_row if several or (long and batch.input_ids_BT.is_cpu) else self.batched
-        way.add(batch, loss, stats)
+    pieces = [piece.input_ids_BT for piece in pools.pieces]
+    long = sum(ids.numel() for ids in pieces) >= ALONE_TOKENS * sum(len(ids) for ids in pieces)
+    several = any(piece.rollout_B is not None for piece in pools.pieces)
+    return several or (long and pieces[0].is_cpu)
 
 
 def rows_of_rollouts(batch: MicroBatch) -> list[slice]:
@@ -283,20 +274,20 @@ def batched_if_exact(
     row_by_row: RowByRow,
     distribution: TokenDistribution,
     autocast: Callable[[], Any],
-) -> RowByRow | ByLength:
-    """Return `ByLength` if the model allows it and a trial gives the same norms, else `row_by_row`, with a warning.
+) -> Batched | None:
+    """Return `Batched` if the model allows it and a trial gives the same norms, else None, with a warning.
 
     Dropout must be off.
     """
     try:
-        return ByLength(exactly_batched(causal_lm, row_by_row, distribution, autocast), row_by_row)
+        return exactly_batched(causal_lm, row_by_row, distribution, autocast)
     except UnsupportedModelError as error:
         warnings.warn(
             f"{type(causal_lm).__name__}: the gradients of rollouts are computed one rollout at a time, which may take "
             f"twice as long as all at once: {error}",
             stacklevel=2,
         )
-        return row_by_row
+        return None
 
 
 def exactly_batched(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .grad_norms import Term, add_times, product_term
+from .grad_norms import Term, add_times, padded, product_term
 from .logprob import CHUNK_ELEMENTS, Context, TokenDistribution, at_least_float32, of_tokens
 
 Embedded = tuple[torch.Tensor, torch.Tensor]
@@ -79,16 +79,13 @@ class RowHead:
         to_states, to_logits = torch.autograd.grad(logp_N.sum(), [states, raw_NV])
         return HeadPass(logp_N.detach(), entropy_N.detach(), to_states, to_logits)
 
-    def term(self, found: HeadPass, tokens: Tokens, basis_KB: torch.Tensor, embedded: Embedded | None) -> Term:
+    def term(self, head: HeadPass, tokens: Tokens, basis_KB: torch.Tensor, embedded: Embedded | None) -> Term:
         """Return the head's term. With a tied embedding, squared norms include twice the product of both gradients."""
-        y_NV, row_N = found.logits_gradient_NV, tokens.row_N
+        y_NV = head.logits_gradient_NV
         if y_NV is None:
             return self._term_by_rows(tokens, basis_KB, embedded)
-        count_B = torch.bincount(row_N, minlength=basis_KB.shape[1])
-        place_N = torch.arange(len(row_N), device=row_N.device) - (count_B.cumsum(0) - count_B)[row_N]
         x_NH = (tokens.states_NH * tokens.coefficient_N[:, None]).to(y_NV.dtype)
-        x_BAH, y_BAV = (v_N.new_zeros(len(count_B), int(count_B.max()), v_N.shape[1]) for v_N in (x_NH, y_NV))
-        x_BAH[row_N, place_N], y_BAV[row_N, place_N] = x_NH, y_NV
+        x_BAH, y_BAV = padded(x_NH, tokens.row_N), padded(y_NV, tokens.row_N)
         term = product_term(self.weight, y_BAV, x_BAH)
         return term if embedded is None else replace(term, square_B=term.square_B + _shared(x_BAH, y_BAV, *embedded))
 
