@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from winnow.methods.gate import Gate, GateContext, NamedRule
-from winnow.methods.gate.audit import AuditedGate
 from winnow.types import Group, GroupView, Token, Verdict
+
+from .builders.audited import Audited
 
 
 class Fake(Gate):
@@ -99,13 +100,11 @@ def plain(verdict: Verdict) -> tuple[Any, ...]:
 
 def named(gates: Sequence[Gate]) -> list[NamedRule]:
     """What a runner is given: rules by the names of their gates, fakes by those of their classes."""
-    return [
-        NamedRule(_name(gate, number), gate.rule(), gate.overrides() if isinstance(gate, AuditedGate) else None)
-        for number, gate in enumerate(gates)
-    ]
+    return [_named(gate, number) for number, gate in enumerate(gates)]
 
 
-def _name(gate: Gate, number: int) -> str:
-    if isinstance(gate, AuditedGate):
-        return gate.audit.name
-    return f"{type(gate).__name__}_{number}" if isinstance(gate, Fake) else gate.name  # type: ignore[attr-defined]
+def _named(gate: Any, number: int) -> NamedRule:
+    if isinstance(gate, Audited):
+        return NamedRule(gate.audit.name, gate.part.rule(), gate.audit.overrides())
+    name = f"{type(gate).__name__}_{number}" if isinstance(gate, Fake) else gate.name
+    return NamedRule(name, gate.rule())

@@ -21,6 +21,7 @@ from .base.state import STRICT, Count, Loose, State, at
 from .methods.agents import filter_without_row
 from .methods.filter import Filter
 from .methods.gate import Gate
+from .methods.gate.audit import Audits, load_with_audit, state_with_audit
 from .methods.group_kind import GroupJudge
 from .methods.select import StreamSelector
 from .methods.size import GroupSize
@@ -74,13 +75,6 @@ class CollectorState(State):
     """Absent from those of version 0.2, as the drafts are."""
 
 
-class LoopState(CollectorState):
-    """State of the loop: the collector's, its step and its step size."""
-
-    step: Count
-    step_scale: dict[str, Any]
-
-
 _GROUPS: TypeAdapter[list[Group]] = TypeAdapter(list[Group], config=STRICT)
 _VISITS: TypeAdapter[list[Visit]] = TypeAdapter(list[Visit], config=STRICT)
 
@@ -102,6 +96,7 @@ class Collector:
     judge: GroupJudge
     limits: Limits
     gates: dict[str, Gate] = field(default_factory=dict)
+    audits: Audits = field(default_factory=Audits)
     reuse: Reuse | None = None
     drafts: Drafts = field(default_factory=Drafts)
 
@@ -114,7 +109,7 @@ class Collector:
         self.failures = FailureWatch(self.ledger.failures())
         self._useful = StopConditions(self.judge, self.limits, self.filter, self.refill_round)
         self._learned: dict[str, float] = {}
-        """Metrics of gates and filter."""
+        """Metrics of gates, audits and filter."""
         self._untrained: str | None = None
         """Why the current step trained nothing."""
         self._reported: set[str] = set()
@@ -169,6 +164,8 @@ class Collector:
         for gate in self.gates.values():
             self._learned |= gate.metrics()
             gate.end_step()
+        self._learned |= self.audits.metrics()
+        self.audits.end_step()
 
     def end_step(self, step: int, groups: list[Group], update: Mapping[str, float]) -> dict[str, float]:
         """Close the account of the step from version `step`; return its metrics. `update`: metrics from elsewhere."""
@@ -236,7 +233,7 @@ class Collector:
         self.stop = self._useful.of_refill(step)
         if self.stop is not None:
             return
-        visits = self.selector.select(n)
+        visits = self.selector.select(n, self.audits.skips)
         self.ledger.visit(visits, step=step, version=self.sampler.version)
         failpoint("launch")
         kept = [visit for visit in visits if visit.verdict.keep]
@@ -286,6 +283,7 @@ class Collector:
             gate.observe(group)
         self.tally.finished(group)
         self.selector.observe(group)
+        self.audits.observe(group, self.judge)
         self.group_size.learn(group)
         self.drafts.observe(group)
         failpoint("take")
@@ -324,6 +322,7 @@ class Collector:
         """Return the checkpoint state other than the ledger."""
         if not self.pace.settled():
             raise RuntimeError("a checkpoint is taken between steps only, with no group in flight")
+        stops = self.audits.stops
         return {
             "num_tokens": self.num_tokens,
             "skipped_steps": self._useful.skipped_steps,
@@ -333,10 +332,10 @@ class Collector:
             "spent": self.buffer.spent,
             "probes": [group_state(probe) for probe in self._probes.values()],
             "in_flight": [[visit_state(flight.visit), flight.size] for flight in self.buffer.in_flight],
-            "selector": self.selector.state_dict(),
+            "selector": state_with_audit(self.selector, self.audits.skips),
             "group_size": self.group_size.state_dict(),
             "filter": self.filter.state_dict(),
-            "gates": {name: gate.state_dict() for name, gate in self.gates.items()},
+            "gates": {name: state_with_audit(gate, stops.get(name)) for name, gate in self.gates.items()},
             "reuse": None if self.reuse is None else self.reuse.state_dict(),
             "drafts": self.drafts.state_dict(),
             "num_decoded_tokens": self.num_decoded_tokens,
@@ -363,7 +362,7 @@ class Collector:
             self.drafts.load(saved.drafts)
         self.buffer.spent = saved.spent
         with at("selector"):
-            self.selector.load_state_dict(saved.selector)
+            load_with_audit(self.selector, self.audits.skips, saved.selector)
         with at("group_size"):
             self.group_size.load_state_dict(saved.group_size)
         if saved.filter is not None:
@@ -371,7 +370,7 @@ class Collector:
                 self.filter.load_state_dict(saved.filter)
         for name, gate in self.gates.items():
             with at(f"gates.{name}"):
-                gate.load_state_dict(saved.gates[name])
+                load_with_audit(gate, self.audits.stops.get(name), saved.gates[name])
 
     def _groups_of(self, states: Sequence[Mapping[str, Any]]) -> list[Group]:
         """Decode groups of a checkpoint. Raises ValueError on one that no run can have sampled."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .base.failpoint import failpoint
-from .base.state import at
+from .base.state import Count, at
 from .base.weights import FiniteWeights, RemoteWeights
-from .collect import Batch, Collector, LoopState
+from .collect import Batch, Collector, CollectorState
 from .config import ConfigError
 from .learner.base import Learner
 from .learner.step import OptimizerStep
@@ -22,6 +22,13 @@ from .record.stop_conditions import RunStoppedError, memory_errors
 from .rollout.evaluate import Evaluation
 from .sampler import Sampler, SamplersLostError
 from .types import Group
+
+
+class LoopState(CollectorState):
+    """State of the loop: the collector's, its step and its step size."""
+
+    step: Count
+    step_scale: dict[str, Any]
 
 
 @dataclass
@@ -112,7 +119,7 @@ class Loop:
         """Send the newest weights and rules to the sampler. Raises FloatingPointError on a non-finite weight."""
         weights = self.learner.weights()
         checked = weights if isinstance(weights, RemoteWeights) else FiniteWeights(weights)
-        self.sampler.publish(checked, rules_of(self.collector.gates), self.step)
+        self.sampler.publish(checked, rules_of(self.collector.gates, self.collector.audits), self.step)
 
     def warn_of_evaluation(self, evaluation: Evaluation) -> None:
         """Report new causes of failed held-out rollouts."""

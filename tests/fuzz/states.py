@@ -98,6 +98,7 @@ def _loop() -> Any:
         judge=m.judge,
         limits=Limits(9, 1.0, 9),
         gates=m.gates,
+        audits=m.audits,
     )
     return Loop(collector, nothing, nothing, step, nothing)
 

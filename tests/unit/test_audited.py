@@ -11,11 +11,11 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.methods.advantage import ADVANTAGES
-from winnow.methods.gate.audit import AuditedGate, AuditedSelector, RuleAudit, squared_advantages
+from winnow.methods.gate.audit import StopAudit, squared_advantages
 from winnow.methods.group_kind import GroupJudge
 from winnow.types import EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
 
-from ..builders.audited import JUDGE, answered, build, replace_visit
+from ..builders.audited import JUDGE, Audited, answered, build, replace_visit
 from ..builders.groups import make_group
 from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, ToyTask, run
 from ..gates import Fake
@@ -67,7 +67,7 @@ def test_probabilities_are_those_of_survival() -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 7, 20])
 def test_an_audited_selector_resumes_exactly(k: int) -> None:
-    def go_on(selector: AuditedSelector, steps: int) -> list[Visit]:
+    def go_on(selector: Audited, steps: int) -> list[Visit]:
         visits = []
         for _ in range(steps):
             visits += selector.select(6)
@@ -149,8 +149,8 @@ class Stops(Fake):
         assert state == {"inner": 1}
 
 
-def gated(policy: Any, task: ToyTask, gate: Fake, epsilon: float, **options: Any) -> tuple[AuditedGate, list[Group]]:
-    audited = AuditedGate(gate, RuleAudit("stops", epsilon), JUDGE)
+def gated(policy: Any, task: ToyTask, gate: Fake, epsilon: float, **options: Any) -> tuple[Audited, list[Group]]:
+    audited = Audited(gate, StopAudit("stops", epsilon))
     return audited, run(policy, task, gates=[audited], **options)
 
 
@@ -159,7 +159,7 @@ def test_an_overridden_sibling_runs_on_as_if_there_were_no_gate(policy: Any) -> 
     for epsilon in (1.0, 0.5):
         gate, groups = gated(policy, ToyTask(), Stops(Token(3)), epsilon)
         inner = gate.part
-        stopped = [k for k in inner.asked if k[1] % 2]  # type: ignore[attr-defined]
+        stopped = [k for k in inner.asked if k[1] % 2]
         audited, tokens = 0, 0.0
         for group, undisturbed in zip(groups, free, strict=True):
             squares = squared_advantages(group, JUDGE)
@@ -181,7 +181,7 @@ def test_an_overridden_sibling_runs_on_as_if_there_were_no_gate(policy: Any) -> 
         assert whole.tokens.wy == pytest.approx((1 / epsilon - 1) * tokens)
         signal = [squared_advantages(g, JUDGE) for g in groups]
         assert whole.audited_signal + whole.kept_signal == pytest.approx(sum(float(s.sum()) for s in signal))  # type: ignore[union-attr]
-        assert inner.observed == [0, 1, 2]  # type: ignore[attr-defined]
+        assert inner.observed == [0, 1, 2]
 
 
 def test_a_random_gate_under_audit_keeps_its_survival_probabilities(policy: Any) -> None:
@@ -190,7 +190,7 @@ def test_a_random_gate_under_audit_keeps_its_survival_probabilities(policy: Any)
     found = set()
     for group in groups:
         for r in group.rollouts:
-            if (group.visit.number, r.sibling) in gate.part.asked:  # type: ignore[attr-defined]
+            if (group.visit.number, r.sibling) in gate.part.asked:
                 p = 0.6 if r.sibling % 2 == 0 else 0.4
                 expected = p + (1 - p) * 0.5
                 found.add(r.fate)
@@ -198,7 +198,7 @@ def test_a_random_gate_under_audit_keeps_its_survival_probabilities(policy: Any)
     assert found == {None, Fate.PRUNED}
     task = ToyTask(make=lambda _: EchoEnv(4))
     gate, groups = gated(policy, task, Stops(Token(2), probability=0.6), 0.5, max_tokens=300)
-    asked = gate.part.asked  # type: ignore[attr-defined]
+    asked = gate.part.asked
     assert max(asked.count(k) for k in asked) == 1
     survivors = 0
     for group in groups:
@@ -227,7 +227,7 @@ def test_an_overridden_group_runs_on_and_survives_as_one(policy: Any, epsilon: f
     assert gate.audit.whole.tokens.wy == pytest.approx((1 / epsilon - 1) * later)
     assert gate.audit.whole.audited_signal == pytest.approx(4.0 * len(audited), rel=1e-4)
     state = json.loads(json.dumps(gate.state_dict()))
-    again = AuditedGate(Stops(EnvStep(2)), RuleAudit("stops", epsilon), JUDGE)
+    again = Audited(Stops(EnvStep(2)), StopAudit("stops", epsilon))
     again.load_state_dict(state)
     assert again.metrics() == gate.metrics()
 
@@ -244,7 +244,7 @@ def test_a_stop_by_another_gate_is_evidence_of_no_value(policy: Any) -> None:
         def decide(self, view: GroupView) -> Verdict:
             return Verdict(False, "later")
 
-    audited = AuditedGate(Stops(Token(1)), RuleAudit("stops", 1.0), JUDGE)
+    audited = Audited(Stops(Token(1)), StopAudit("stops", 1.0))
     run(policy, ToyTask(), gates=[audited, StopsAll(Token(3))])
     assert audited.audit.whole.audited > 0
     assert audited.audit.whole.precision().value > 0.5

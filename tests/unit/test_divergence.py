@@ -17,9 +17,8 @@ from winnow.config import ConfigError, method
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import StepResult
 from winnow.env.rewards.rewarder import Rewarder
-from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.gate import GATES, GateContext
-from winnow.methods.gate.audit import AuditedGate, RuleAudit
+from winnow.methods.gate.audit import StopAudit
 from winnow.methods.gate.divergence import Divergence, DivergenceRule
 from winnow.methods.gate.recording import rows_of
 from winnow.methods.gate.signals import SIGNALS
@@ -31,6 +30,7 @@ from winnow.rollout.runner import RolloutRunner
 from winnow.study.gate_tables import read_recorded
 from winnow.types import EnvStep, Fate, GroupView, Job, Token, Verdict, Visit
 
+from ..builders.audited import Audited
 from ..builders.divergence import Walk, digest, view_of
 from ..builders.runs import metrics_of
 from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run
@@ -319,10 +319,8 @@ def test_half_an_action_is_no_step(policy: Any, k: int) -> None:
 
 @pytest.mark.parametrize("epsilon", [1.0, 0.5])
 def test_an_overridden_cut_is_one_removal_whatever_the_steps(policy: Any, epsilon: float) -> None:
-    gate = AuditedGate(
-        Divergence(steps={1: 0.1, 3: 0.1}).build(GateContext("divergence")),
-        RuleAudit("divergence", epsilon),
-        GroupJudge(advantage=ADVANTAGES["grpo"]()),
+    gate = Audited(
+        Divergence(steps={1: 0.1, 3: 0.1}).build(GateContext("divergence")), StopAudit("divergence", epsilon)
     )
     groups = run(policy, task_of(lambda g, i, t: "look"), gates=[gate], max_tokens=200)
     audited = [g for g in groups if g.verdict.keep]

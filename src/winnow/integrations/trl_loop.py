@@ -54,7 +54,7 @@ class LoopInTrl:
         self._methods = m = methods_of(trainer, c, task, by_engine=by_engine, own_advantages=own_advantages)
         self._as_made = m.filter.admits_all and not own_advantages and not by_engine
         """Whether TRL trains on its own tensors, those without a reward included."""
-        engine = EngineInTrl(trainer, c, task, rules_of(m.gates)) if by_engine else None
+        engine = EngineInTrl(trainer, c, task, rules_of(m.gates, m.audits)) if by_engine else None
         self._sampler = TrlSampler(trainer, roll_out, engine)
         self.scaling = StepScaling(m.step_scale)
         self._step = 0
@@ -219,7 +219,7 @@ class LoopInTrl:
             self._methods.step_scale.load_state_dict(saved.step_scale)
 
     def _publish(self) -> None:
-        self._sampler.publish(rules_of(self._methods.gates), self._step)
+        self._sampler.publish(rules_of(self._methods.gates, self._methods.audits), self._step)
 
     def _record(self, metrics: dict[str, float], groups: list[Group]) -> None:
         self._records.metrics(metrics)

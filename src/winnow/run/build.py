@@ -129,7 +129,7 @@ def build(r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | Non
     runner = None
     if engine is not None:
         by_purpose = rollout_options(c, greedy_baseline=greedy)
-        runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, by_purpose, rules_of(m.gates))
+        runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, by_purpose, rules_of(m.gates, m.audits))
     behind = c.max_lag - m.rollout_batch.carry  # carried groups are a step older when trained
     gpu = (learner.device.index or 0) if learner.device.type == "cuda" else None
     sampler = build_sampler(

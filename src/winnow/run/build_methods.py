@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..collect import Collector
-from ..config import CLIPPING, AuditConfig, ConfigError, MethodSpec, RunConfig, name_of, suggestion
+from ..config import CLIPPING, ConfigError, MethodSpec, RunConfig, name_of, suggestion
 from ..env.base import Task
 from ..learner.step import StepOptions
 from ..methods.advantage import Advantage
@@ -17,7 +17,7 @@ from ..methods.base import Chart, RunFacts
 from ..methods.correct import StepScale
 from ..methods.filter import AllOf, Filter
 from ..methods.gate import Gate, GateContext, NamedRule, RuleError, check_rule
-from ..methods.gate.audit import AuditedGate, AuditedSelector, RuleAudit
+from ..methods.gate.audit import Audits, SkipAudit, StopAudit
 from ..methods.group_kind import GroupJudge
 from ..methods.loss import LossConfig
 from ..methods.select import StreamSelector
@@ -41,6 +41,7 @@ class Methods:
     rollout_batch: RolloutBatch
     group_size: GroupSize
     gates: dict[str, Gate]
+    audits: Audits
     filter: Filter
     judge: GroupJudge
     advantage: Advantage
@@ -108,11 +109,13 @@ def build_methods(c: RunConfig, methods: Options, prompts: Sequence[Prompt], suc
     _require(StreamSelector, selector, "selector", c.selector)
     if group_size.in_parts:
         selector.probe = group_size.smallest
+    audits = _audits(c, selector)
     return Methods(
-        selector=selector if c.audit is None else _audited(c, c.audit, selector, judge),
+        selector=selector,
         rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),
         group_size=group_size,
         gates=build_gates(c, options["gates"], judge),
+        audits=audits,
         filter=filter_,
         judge=judge,
         advantage=advantage,
@@ -174,9 +177,6 @@ def build_gates(c: RunConfig, options: Sequence[Any], judge: GroupJudge) -> dict
             check_rule(NamedRule(name, gate.rule()))
         except RuleError as error:
             raise ConfigError(f"gates: {error}") from None
-        if c.audit is not None:
-            audit = RuleAudit(name, c.audit.epsilon, c.audit.max_signal_loss, seed=c.seed)
-            gate = cast(Gate, AuditedGate(gate, audit, judge))
         gates[name] = gate
     return gates
 
@@ -197,16 +197,19 @@ def _all_of(c: RunConfig, filters: Sequence[Filter]) -> Filter:
         return AllOf(list(zip(names, filters, strict=True)))
 
 
-def _audited(c: RunConfig, audit: AuditConfig, selector: StreamSelector, judge: GroupJudge) -> StreamSelector:
-    if selector.skips:
-        rule = RuleAudit(name_of(c.selector), audit.epsilon, audit.max_signal_loss, seed=c.seed)
-        return cast(StreamSelector, AuditedSelector(selector, rule, judge))
-    if not c.gates:
+def _audits(c: RunConfig, selector: StreamSelector) -> Audits:
+    """Build the audits of a run. Raises ConfigError when no rule of it removes anything."""
+    if c.audit is None:
+        return Audits()
+    if not selector.skips and not c.gates:
         raise ConfigError(
             f"audit: nothing to audit (selector: {name_of(c.selector)} skips nothing, no gates); remove audit, or "
             "choose e.g. selector: greso"
         )
-    return selector
+    epsilon, max_signal_loss = c.audit.epsilon, c.audit.max_signal_loss
+    stops = {name: StopAudit(name, epsilon, max_signal_loss, seed=c.seed) for name in gate_names(c)}
+    skips = SkipAudit(name_of(c.selector), epsilon, max_signal_loss, seed=c.seed) if selector.skips else None
+    return Audits(stops, skips)
 
 
 def _same_keys(cls: type, c: RunConfig) -> dict[str, Any]:
@@ -274,6 +277,7 @@ def build_collector(
         judge=m.judge,
         limits=limits or Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions),
         gates=m.gates,
+        audits=m.audits,
         reuse=reuse,
         drafts=Drafts(c.speculative),
     )

@@ -27,7 +27,7 @@ from ..base.errors import ConfigError, ExpectedError
 from ..base.failpoint import failpoint
 from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directory, readable, sha256
 from ..base.state import Count, State, StateError, at
-from ..collect import LoopState
+from ..loop import LoopState
 from ..record.ledger import TABLES
 from ..record.records import START
 

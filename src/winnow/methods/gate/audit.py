@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -35,6 +36,8 @@ class AuditState(State):
 class RuleAudit(Stateful):
     """Draws the overrides of one rule, keeps its account, and estimates its mistakes. Pure bookkeeping.
 
+    `StopAudit` accounts for the groups that a gate stops, `SkipAudit` for the visits that a selector skips.
+
     `epsilon`: probability of an override. With `max_signal_loss` it is the lowest probability. A controller then
     steers the actual one, so that carried-out removals hold at most that share of all signal. The probability starts at
     1: nothing is removed without evidence. After each step
@@ -48,6 +51,8 @@ class RuleAudit(Stateful):
     """
 
     state_model = AuditState
+    audited_part: ClassVar[str]
+    """Kind of method that has the rule; its key in the state."""
 
     def __init__(self, name: str, epsilon: float, max_signal_loss: float | None = None, *, seed: int = 0) -> None:
         self.name = name
@@ -64,18 +69,9 @@ class RuleAudit(Stateful):
         """Return the draws of overrides at the current probability."""
         return Overrides(self.name, self.seed, self.probability)
 
-    def of_skip(self, verdict: Verdict, drawn: bool) -> Verdict:
-        """Return a selector's verdict on a visit under this audit, and record a skip; `drawn`: it must not be skipped.
-
-        The probability is that of `survival`.
-        """
-        p = survival(keep_probability(verdict), self.probability)
-        if verdict.keep:
-            return Verdict(True, verdict.reason, p)
-        if not drawn:
-            self.removed(self.probability)
-            return Verdict(False, verdict.reason, 1 - p)
-        return Verdict(True, f"audit: {verdict.reason}", p, overridden=self.probability)
+    def observe(self, group: Group, signal_G: np.ndarray | None) -> None:
+        """Account for a finished group, after the part has learned from it; `signal_G`: its `squared_advantages`."""
+        raise NotImplementedError
 
     def removed(self, probability: float) -> None:
         """Record a carried-out removal that could have been overridden with `probability`."""
@@ -97,6 +93,13 @@ class RuleAudit(Stateful):
         self.largest = max(self.largest, float(signal))
         for sums in (self.whole, self.recent):
             sums.kept_signal += float(signal)
+
+    def _book(self, probability: float | None, signal: float, tokens: float) -> None:
+        """Record what a removal would have taken; `probability`: of its override, None if the rule let it pass."""
+        if probability is None:
+            self.kept(signal)
+        else:
+            self.audited(probability, signal, tokens)
 
     def end_step(self) -> None:
         """End an optimizer step: steer the probability and decay the recent sums."""
@@ -146,77 +149,19 @@ def squared_advantages(group: Group, judge: GroupJudge) -> np.ndarray | None:
     return squares
 
 
-class Audited:
-    """Keeps the account of a rule's removals, carried out or overridden, for the gate or selector whose they are.
+class StopAudit(RuleAudit):
+    """Audits the stops of a gate; its overrides are published with the gate's rule."""
 
-    `judge` is the run's, with its advantage. What is not defined here is the part's own.
-    """
+    audited_part = "gate"
 
-    kind: ClassVar[str]
-    """Key of the part in the state."""
-
-    def __init__(self, part: Any, audit: RuleAudit, judge: GroupJudge) -> None:
-        self.part = part
-        self.audit = audit
-        self.judge = judge
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "part":  # a copy that is not filled yet
-            raise AttributeError(name)
-        return getattr(self.part, name)
-
-    def observe(self, group: Group) -> None:
-        """Let the part learn first, also from overridden removals; then keep the account."""
-        self.part.observe(group)
-        self._account(group, squared_advantages(group, self.judge))
-
-    def _account(self, group: Group, signal_G: np.ndarray | None) -> None:
-        raise NotImplementedError
-
-    def _book(self, probability: float | None, signal: float, tokens: float) -> None:
-        """Record what a removal would have taken; `probability`: of its override, None if the rule let it pass."""
-        if probability is None:
-            self.audit.kept(signal)
-        else:
-            self.audit.audited(probability, signal, tokens)
-
-    def end_step(self) -> None:
-        self.part.end_step()
-        self.audit.end_step()
-
-    def metrics(self) -> dict[str, float]:
-        found: dict[str, float] = self.part.metrics()
-        return found | self.audit.metrics()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return part and account; what is in flight carries its own decisions."""
-        return {self.kind: self.part.state_dict(), "audit": self.audit.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with at(self.kind):
-            self.part.load_state_dict(state[self.kind])
-        with at("audit"):
-            self.audit.load_state_dict(state["audit"])
-
-
-class AuditedGate(Audited):
-    """A gate, with the account of its stops."""
-
-    kind = "gate"
-
-    def overrides(self) -> Overrides:
-        """Return the draws of overrides, published with the rule."""
-        return self.audit.overrides()
-
-    def _account(self, group: Group, signal_G: np.ndarray | None) -> None:
-        name = self.audit.name
+    def observe(self, group: Group, signal_G: np.ndarray | None) -> None:
         decisions = list(group.decisions)
         for rollout in group.rollouts:
             decisions += rollout.decisions
-        taken = of_gate(decisions, name)
+        taken = of_gate(decisions, self.name)
         for decision in taken:
             if not decision.verdict.keep:
-                self.audit.removed(decision.verdict.evidence[OVERRIDE])
+                self.removed(decision.verdict.evidence[OVERRIDE])
         if signal_G is None:
             return
         if not taken or not isinstance(taken[0].at, Token):
@@ -227,7 +172,7 @@ class AuditedGate(Audited):
             return
         for rollout, signal in zip(group.rollouts, signal_G.tolist(), strict=True):
             if rollout.fate != Fate.FAILED:
-                override = _override(of_gate(rollout.decisions, name))
+                override = _override(of_gate(rollout.decisions, self.name))
                 start = rollout.turns[override[1]].start + taken[0].at.n if override else 0
                 self._book(override and override[0], signal, float(rollout.action_mask[start:].sum()))
 
@@ -238,25 +183,83 @@ def _override(decisions: Sequence[Decision]) -> tuple[float, int] | None:
     return found[0] if found else None
 
 
-class AuditedSelector(Audited):
-    """A selector, with the account of its skips, some of which it overrides as `audit` draws, by (epoch, prompt).
+class SkipAudit(RuleAudit):
+    """Audits the skips of a selector; `StreamSelector.select` draws the overrides, by (epoch, prompt).
 
     An overridden skip is one of the `n` visits of `select`. Its group is like any other: the selector learns from it,
     and the run trains on it.
     """
 
-    kind = "selector"
+    audited_part = "selector"
 
-    def __init__(self, selector: Any, audit: RuleAudit, judge: GroupJudge) -> None:
-        super().__init__(selector, audit, judge)
-        selector.audit = audit
+    def decide(self, verdict: Verdict, drawn: bool) -> Verdict:
+        """Return a selector's verdict on a visit under this audit, and record a skip; `drawn`: it must not be skipped.
 
-    def _account(self, group: Group, signal_G: np.ndarray | None) -> None:
+        The probability is that of `survival`.
+        """
+        p = survival(keep_probability(verdict), self.probability)
+        if verdict.keep:
+            return Verdict(True, verdict.reason, p)
+        if not drawn:
+            self.removed(self.probability)
+            return Verdict(False, verdict.reason, 1 - p)
+        return Verdict(True, f"audit: {verdict.reason}", p, overridden=self.probability)
+
+    def observe(self, group: Group, signal_G: np.ndarray | None) -> None:
         if signal_G is not None:
             tokens = float(sum(r.action_mask.sum() for r in group.rollouts))
             self._book(group.visit.verdict.overridden, float(signal_G.sum()), tokens)
 
 
-def rules_of(gates: Mapping[str, Gate]) -> list[NamedRule]:
-    """Return the rules that a run's gates publish, under their names."""
-    return [NamedRule(name, gate.rule(), gate.overrides()) for name, gate in gates.items()]
+@dataclass(frozen=True)
+class Audits:
+    """The audits of a run."""
+
+    stops: Mapping[str, StopAudit] = field(default_factory=dict)
+    """By gate."""
+    skips: SkipAudit | None = None
+
+    @property
+    def every(self) -> list[RuleAudit]:
+        return [*self.stops.values(), *([] if self.skips is None else [self.skips])]
+
+    def observe(self, group: Group, judge: GroupJudge) -> None:
+        """Account for a finished group, after selector and gates have learned from it; `judge` is the run's."""
+        if audits := self.every:
+            signal_G = squared_advantages(group, judge)
+            for audit in audits:
+                audit.observe(group, signal_G)
+
+    def end_step(self) -> None:
+        for audit in self.every:
+            audit.end_step()
+
+    def metrics(self) -> dict[str, float]:
+        return {name: value for audit in self.every for name, value in audit.metrics().items()}
+
+
+def state_with_audit(part: Stateful, audit: RuleAudit | None) -> dict[str, Any]:
+    """Return the state of a selector or gate and of its audit; what is in flight carries its own decisions."""
+    if audit is None:
+        return part.state_dict()
+    return {audit.audited_part: part.state_dict(), "audit": audit.state_dict()}
+
+
+def load_with_audit(part: Stateful, audit: RuleAudit | None, state: Mapping[str, Any]) -> None:
+    """Load what `state_with_audit` returned."""
+    if audit is None:
+        part.load_state_dict(state)
+        return
+    with at(audit.audited_part):
+        part.load_state_dict(state[audit.audited_part])
+    with at("audit"):
+        audit.load_state_dict(state["audit"])
+
+
+def rules_of(gates: Mapping[str, Gate], audits: Audits) -> list[NamedRule]:
+    """Return the rules that a run's gates publish, with their overrides, under their names."""
+    rules = []
+    for name, gate in gates.items():
+        audit = audits.stops.get(name)
+        rules.append(NamedRule(name, gate.rule(), None if audit is None else audit.overrides()))
+    return rules

@@ -79,10 +79,6 @@ class Gate(Learns):
     def save(self, directory: Path) -> None:
         """Write files that belong to the saved model, if any."""
 
-    def overrides(self) -> Overrides | None:
-        """Return an audit's overrides of the rule's decisions; None without an audit."""
-        return None
-
 
 class RuleError(ValueError):
     """A rule raised, or returned something other than verdicts; the message names the gate."""

@@ -10,7 +10,7 @@ import numpy as np
 from ...base.noise import noise_key, uniform_array
 from ...base.state import Count, State, Stateful
 from ...types import KEEP, Group, Prompt, Verdict, Visit
-from ..gate.audit import RuleAudit
+from ..gate.audit import SkipAudit
 from ..pass_rates import PassRate
 
 SELECT_STREAM = 3
@@ -39,8 +39,6 @@ class StreamSelector(Stateful):
         self.prompts = prompts
         self.seed = seed
         self._fixed_N = order_N
-        self.audit: RuleAudit | None = None
-        """Rolls out some of the visits that the selector skips; see `AuditedSelector`."""
         self.probe: int | None = None
         """Siblings that every group has, where the others are rolled out later or never."""
         self.visits = 0
@@ -64,11 +62,12 @@ class StreamSelector(Stateful):
         """The epoch of the next visit."""
         return self.visits // len(self.prompts)
 
-    def select(self, n: int) -> list[Visit]:
+    def select(self, n: int, audit: SkipAudit | None = None) -> list[Visit]:
         """Return the next visits in stream order: `n` to roll out, and the skipped ones between them.
 
-        Skipped visits have `verdict.keep` False. Returns fewer than `n` only if a whole epoch, and 10,000 visits, were
-        skipped in a row. Costs array operations per visit checked and one object per visit passed.
+        Skipped visits have `verdict.keep` False, unless `audit` overrides the skip. Returns fewer than `n` only if a
+        whole epoch, and 10,000 visits, were skipped in a row. Costs array operations per visit checked and one object
+        per visit passed.
         """
         visits: list[Visit] = []
         missing, in_a_row = n, 0
@@ -78,14 +77,14 @@ class StreamSelector(Stateful):
                 self._order, self._order_epoch = self._order_of(epoch), epoch
             ordinals = self._order[position : position + max(LOOK_AHEAD, 2 * missing)]
             own = np.asarray(self.keeps(ordinals, epoch), dtype=bool)
-            drawn = np.zeros_like(own) if self.audit is None else self.audit.overrides().draws(ordinals, epoch)
+            drawn = np.zeros_like(own) if audit is None else audit.overrides().draws(ordinals, epoch)
             keeps = own | drawn
             kept = np.flatnonzero(keeps)[:missing]
             passed = int(kept[-1]) + 1 if len(kept) == missing else len(ordinals)
             ordinals, own, drawn = ordinals[:passed], own[:passed], drawn[:passed]
             verdicts = self.verdicts(ordinals, own)
-            if self.audit is not None:
-                verdicts = [self.audit.of_skip(*each) for each in zip(verdicts, drawn.tolist(), strict=True)]
+            if audit is not None:
+                verdicts = [audit.decide(*each) for each in zip(verdicts, drawn.tolist(), strict=True)]
             for ordinal, verdict in zip(ordinals.tolist(), verdicts, strict=True):
                 visits.append(Visit(self.visits, epoch, self.prompts[ordinal], verdict))
                 self.visits += 1
