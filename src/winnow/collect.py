@@ -24,7 +24,7 @@ from .methods.gate import Gate
 from .methods.gate.audit import Audits, load_with_audit, state_with_audit
 from .methods.group_kind import GroupJudge
 from .methods.select import StreamSelector
-from .methods.size import GroupSize
+from .methods.size import GroupSize, checked_additional_size, checked_size
 from .record.account import Account
 from .record.failures import FailureWatch, cause_of
 from .record.step_metrics import Tally
@@ -178,7 +178,7 @@ class Collector:
         metrics |= {} if self.reuse is None else self.reuse.metrics
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
-        self.group_size.observe(self.tally.without_forced(metrics))
+        self.group_size.observe_step(self.tally.without_forced(metrics))
         self.selector.end_step()
         self.ledger.step(step, seconds=self.tally.seconds, metrics=metrics, version=step)
         return metrics
@@ -238,7 +238,7 @@ class Collector:
         failpoint("launch")
         kept = [visit for visit in visits if visit.verdict.keep]
         for visit in kept:
-            self._start(visit, self.group_size.size_for(visit.prompt))
+            self._start(visit, checked_size(self.group_size, visit.prompt))
         self._nothing_left = len(kept) < n
         if not kept and not in_flight:
             reason = next((v.verdict.reason for v in reversed(visits)), "")
@@ -268,7 +268,7 @@ class Collector:
         """Start the siblings that are to join a finished group; return whether there are any."""
         if self.stop is not None or len(group.rollouts) >= self.group_size.largest:
             return False
-        if more := self.group_size.joining(group, self.judge.kind(group)):
+        if more := checked_additional_size(self.group_size, group, self.judge.kind(group)):
             self._probes[group.visit.number] = group
             self.buffer.continued(group.visit, more)
             self.drafts.observe(group)
@@ -280,11 +280,11 @@ class Collector:
         self.buffer.landed(group)
         kind = self.judge.kind(group)
         for gate in self.gates.values():
-            gate.observe(group)
+            gate.observe_group(group)
         self.tally.finished(group)
-        self.selector.observe(group)
-        self.audits.observe(group, self.judge)
-        self.group_size.learn(group)
+        self.selector.observe_group(group)
+        self.audits.observe_group(group, self.judge)
+        self.group_size.observe_group(group)
         self.drafts.observe(group)
         failpoint("take")
         self.stop = self.stop or self._useful.of_failures(step, self.tally, self.buffer.prompts_per_step)

@@ -83,6 +83,6 @@ def play(gate: Any, steps: int, *, groups: int = 12, size: int = 8, seed: int = 
                 members.append(rollout(i, *kept, hidden[i].astype(np.float32), verdict))
             finished.append(group_of(number, sorted(members, key=lambda r: r.sibling)))
         for group in finished[::order]:
-            gate.observe(group)
+            gate.observe_group(group)
         gate.end_step()
     return verdicts

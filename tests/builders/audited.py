@@ -26,9 +26,9 @@ class Audited:
         visits: list[Visit] = self.part.select(n, self.audit)
         return visits
 
-    def observe(self, group: Group) -> None:
-        self.part.observe(group)
-        self.audit.observe(group, squared_advantages(group, JUDGE))
+    def observe_group(self, group: Group) -> None:
+        self.part.observe_group(group)
+        self.audit.observe_group(group, squared_advantages(group, JUDGE))
 
     def end_step(self) -> None:
         self.part.end_step()

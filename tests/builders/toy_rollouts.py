@@ -82,7 +82,7 @@ def run(
         for group in runner.poll():
             groups.append(group)
             for gate in gates:
-                gate.observe(group)
+                gate.observe_group(group)
         if not runner.pending:
             break
     rewarder.close()
@@ -112,7 +112,7 @@ class HalfGate(Fake):
         assert view.sibling is not None
         return Verdict(view.sibling % 2 == 0, "odd", probability=0.5)
 
-    def observe(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         self.observed.append(group)
 
 
@@ -125,5 +125,5 @@ class StepGate(Fake):
         self.views.append(view)
         return Verdict(self.keep, "converged")
 
-    def observe(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         pass

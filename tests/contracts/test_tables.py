@@ -85,7 +85,7 @@ def test_selectors(name: str) -> None:
         for v in got:
             group = make_group(v.number, [1.0, 0.0])
             group.visit = v
-            selector.observe(group)
+            selector.observe_group(group)
         selector.end_step()
     assert [v.number for v in visits] == list(range(len(visits)))
     for epoch in range(visits[-1].epoch):
@@ -123,7 +123,7 @@ def test_gates(name: str) -> None:
             views.append(GroupView(Visit(number, 0, PROMPTS[0]), EnvStep(k), actions, actions, running))
     verdicts = rule.decide(views)
     assert all((v.keep or v.reason) and 0 < v.probability <= 1 for v in verdicts)
-    gate.observe(make_group(0, [1.0, 0.0]))
+    gate.observe_group(make_group(0, [1.0, 0.0]))
     assert all(isinstance(x, float) and np.isfinite(x) for x in gate.metrics().values())
     gate.end_step()
     again = GATES[name]().build(GateContext(name, seed=3))
@@ -140,12 +140,12 @@ def test_sizes(name: str) -> None:
 
     size = build()
     for prompt in PROMPTS:
-        assert 2 <= size.smallest <= size.next(prompt) <= size.largest
-        size.learn(make_group(prompt.ordinal, [1.0, 0.0, 0.0, 0.0]))
-    size.observe({"frac_reward_zero_std": 0.5})
+        assert 2 <= size.smallest <= size.size_for(prompt) <= size.largest
+        size.observe_group(make_group(prompt.ordinal, [1.0, 0.0, 0.0, 0.0]))
+    size.observe_step({"frac_reward_zero_std": 0.5})
     again = build()
     again.load_state_dict(json.loads(json.dumps(size.state_dict())))
-    assert [again.next(prompt) for prompt in PROMPTS] == [size.next(prompt) for prompt in PROMPTS]
+    assert [again.size_for(prompt) for prompt in PROMPTS] == [size.size_for(prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("name", list(ROLLOUT_BATCHES))

@@ -124,8 +124,8 @@ def resume(name: str) -> Callable[[bytes, Path], object]:
             gate.rule(), gate.metrics()
         parts.selector.select(4)
         parts.selector.end_step()
-        parts.group_size.observe({"frac_reward_zero_std": 0.5})
-        return parts.group_size.next(parts.selector.prompts[0]), parts.selector.metrics(), loop.state_dict
+        parts.group_size.observe_step({"frac_reward_zero_std": 0.5})
+        return parts.group_size.size_for(parts.selector.prompts[0]), parts.selector.metrics(), loop.state_dict
 
     return run
 

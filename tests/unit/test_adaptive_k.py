@@ -22,10 +22,10 @@ shares = st.lists(st.floats(0, 1), max_size=60)
 
 def sizes(size: GroupSize, history: list[float]) -> list[int]:
     """The size of each group-launching step, the one after the last value included."""
-    out = [size.next(PROMPT)]
+    out = [size.size_for(PROMPT)]
     for share in history:
-        size.observe({"frac_reward_zero_std": share, "loss": 1.0})
-        out.append(size.next(PROMPT))
+        size.observe_step({"frac_reward_zero_std": share, "loss": 1.0})
+        out.append(size.size_for(PROMPT))
     return out
 
 
@@ -92,16 +92,16 @@ def test_a_step_without_the_metric_is_no_observation_but_passes_time() -> None:
     size = AdaptiveK(window=2).build(4)
     carried = {"frac_reward_zero_std": 0.0, "groups/rolled_out": 0.0}
     for stats in ({"frac_reward_zero_std": 1.0, "groups/rolled_out": 4.0}, {}, {"loss": 0.0}, carried):
-        size.observe(stats)
-    assert size.next(PROMPT) == 4
-    size.observe({"frac_reward_zero_std": 1.0})
-    assert size.next(PROMPT) == 8
+        size.observe_step(stats)
+    assert size.size_for(PROMPT) == 4
+    size.observe_step({"frac_reward_zero_std": 1.0})
+    assert size.size_for(PROMPT) == 8
     slow = AdaptiveK(window=1, tau_down=0.2, dwell=3).build(4)
     for stats in ({"frac_reward_zero_std": 1.0}, {}, {}):
-        slow.observe(stats)
-    assert slow.next(PROMPT) == 8
-    slow.observe({"frac_reward_zero_std": 0.0})
-    assert slow.next(PROMPT) == 4
+        slow.observe_step(stats)
+    assert slow.size_for(PROMPT) == 8
+    slow.observe_step({"frac_reward_zero_std": 0.0})
+    assert slow.size_for(PROMPT) == 4
 
 
 @given(shares, st.integers(0, 60), st.sampled_from([None, 0.1, 0.3]))
@@ -121,7 +121,7 @@ def test_bounds_come_from_num_generations_unless_given() -> None:
     for options, bounds in (({}, (6, 12)), ({"base": 2}, (2, 12)), ({"base": 3, "high": 5}, (3, 5))):
         size = AdaptiveK(**options).build(6)
         assert (size.smallest, size.largest) == bounds
-        assert size.next(PROMPT) == bounds[0]
+        assert size.size_for(PROMPT) == bounds[0]
     fixed = SIZES["fixed"]().build(6)
     assert (fixed.smallest, fixed.largest) == (6, 6)
 

@@ -71,7 +71,7 @@ def test_a_size_is_the_best_for_its_price(value: Literal["signal", "knapsack"]) 
         (a,), (b,) = sizing.posteriors.of(np.array([0]))
         value_of = {"signal": signal_value, "knapsack": knapsack_value}[value]
         worth = [value_of(a, b, size) - price * size for size in range(2, 10)]
-        assert sizing.next(PROMPTS[0]) == 2 + int(np.argmax(worth))
+        assert sizing.size_for(PROMPTS[0]) == 2 + int(np.argmax(worth))
 
 
 @pytest.mark.parametrize("value", ["signal", "knapsack"])
@@ -80,9 +80,9 @@ def test_extreme_posteriors_have_sizes(value: str, strength: float) -> None:
     sizing = rule(64, value=value, strength=strength)
     for _ in range(3):
         for prompt in PROMPTS[:4]:
-            size = sizing.next(prompt)
+            size = sizing.size_for(prompt)
             assert sizing.smallest <= size <= sizing.largest
-            sizing.learn(make_group(prompt.ordinal, [float(prompt.ordinal % 2)] * size))
+            sizing.observe_group(make_group(prompt.ordinal, [float(prompt.ordinal % 2)] * size))
     assert sizing.log_price is not None
     assert np.isfinite(sizing.log_price)
 
@@ -94,11 +94,13 @@ def test_groups_have_the_wanted_mean_size_and_hard_prompts_more() -> None:
     for visit in range(60):
         for ordinal in rng.permutation(60):
             prompt = PROMPTS[ordinal]
-            size = sizing.next(prompt)
+            size = sizing.size_for(prompt)
             sizes[visit, ordinal] = size
-            sizing.learn(make_group(prompt.ordinal, (rng.random(size) < rates[prompt.ordinal]).astype(float).tolist()))
-        sizing.observe({})
-    assert rule().next(PROMPTS[0]) == 8, "a prompt never seen has the wanted size"
+            sizing.observe_group(
+                make_group(prompt.ordinal, (rng.random(size) < rates[prompt.ordinal]).astype(float).tolist())
+            )
+        sizing.observe_step({})
+    assert rule().size_for(PROMPTS[0]) == 8, "a prompt never seen has the wanted size"
     assert sizes[20:].mean() == pytest.approx(8, rel=0.05)
     never, hard, half, solved = sizes[20:].reshape(40, 4, 15).mean((0, 2))
     assert hard > half > solved
@@ -107,9 +109,9 @@ def test_groups_have_the_wanted_mean_size_and_hard_prompts_more() -> None:
 
 def test_failed_rollouts_are_absent() -> None:
     sizing = rule()
-    sizing.learn(make_group(0, [None, None, None]))
+    sizing.observe_group(make_group(0, [None, None, None]))
     assert not sizing.posteriors.a_N.any()
-    sizing.learn(make_group(0, [None, 1.0, 0.0]))
+    sizing.observe_group(make_group(0, [None, 1.0, 0.0]))
     a, b = sizing.posteriors.of(np.array([0]))
     assert a + b == pytest.approx([2 + Allocate.strength])
 
@@ -122,13 +124,13 @@ def test_a_resume_goes_on_exactly() -> None:
             parts = rule()
             parts.load_state_dict(saved)
         for prompt in PROMPTS[:20]:
-            size = whole.next(prompt)
-            assert parts.next(prompt) == size
+            size = whole.size_for(prompt)
+            assert parts.size_for(prompt) == size
             rewards = rng.integers(0, 2, size).astype(float).tolist()
             for each in (whole, parts):
-                each.learn(make_group(prompt.ordinal, rewards))
+                each.observe_group(make_group(prompt.ordinal, rewards))
         for each in (whole, parts):
-            each.observe({})
+            each.observe_step({})
     assert whole.state_dict() == parts.state_dict()
 
 

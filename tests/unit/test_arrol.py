@@ -71,7 +71,7 @@ def test_many_are_decided_as_one_by_one() -> None:
         for number in range(12):
             members = enumerate(verdicts[8 * number : 8 * number + 8])
             rollouts = [rollout(i, float(i % 2) if v.keep else None, verdict=v) for i, v in members]
-            gate.observe(group_of(900 + number, rollouts))
+            gate.observe_group(group_of(900 + number, rollouts))
         gate.end_step()
     assert gates[0].state_dict() == gates[1].state_dict() == gates[2].state_dict()
 
@@ -97,7 +97,7 @@ def test_one_that_was_pruned_or_ended_early_has_no_scored_outcome() -> None:
     pruned = ask(gate, view(900, 0, 2, np.ones(H)))
     assert not pruned.keep
     before = gate._posterior.labels
-    gate.observe(group_of(900, [rollout(0, None, verdict=pruned), rollout(1, 1.0)]))
+    gate.observe_group(group_of(900, [rollout(0, None, verdict=pruned), rollout(1, 1.0)]))
     assert gate._posterior.labels == before, "nobody was scored at the checkpoint and came to an end"
 
 
@@ -107,7 +107,7 @@ def test_a_score_that_is_not_finite_survives_and_is_counted() -> None:
     gate.head.weights.layers[3][:] = np.nan
     verdicts = [ask(gate, view(900, i, 2, hidden)) for i, hidden in enumerate((np.ones(H), np.full(H, np.inf)))]
     assert verdicts == [Verdict(True, "its score is not finite")] * 2
-    gate.observe(group_of(900, [rollout(i, 1.0, verdict=v) for i, v in enumerate(verdicts)]))
+    gate.observe_group(group_of(900, [rollout(i, 1.0, verdict=v) for i, v in enumerate(verdicts)]))
     assert gate.metrics()["gate/arrol/not_finite"] == 2
 
 
@@ -116,7 +116,7 @@ def test_a_buffer_of_one_class_keeps_at_random(label: float) -> None:
     gate = built(Arrol(at=4, cold_start=1, min_survivors=0))
     for number in range(40):
         verdict = ask(gate, view(number, 0, 1, np.random.default_rng(number).normal(size=H)))
-        gate.observe(group_of(number, [rollout(0, label, verdict=verdict)]))
+        gate.observe_group(group_of(number, [rollout(0, label, verdict=verdict)]))
     assert gate.metrics()["gate/arrol/asked"] == 40
     gate.end_step()
     np.testing.assert_allclose(gate._survival_B, 0.5)
@@ -131,7 +131,7 @@ def test_the_detection_length_follows_the_lengths() -> None:
     for number, length in enumerate([10, 20, 30, 40, 50]):
         done = rollout(0, 1.0)
         done.turns[0].stop = length
-        gate.observe(group_of(number, [done]))
+        gate.observe_group(group_of(number, [done]))
     gate.end_step()
     assert gate.rule().at == Token(15)
     assert built(Arrol(at=7)).rule().at == Token(7)
@@ -225,15 +225,15 @@ def test_groups_of_0_1_and_all_survivors_and_early_ends_are_named_in_metrics() -
         seen["one"] += sum(kept) == 1
         seen["all"] += sum(kept) == 3
         members = [rollout(i, 1.0 if v.keep else None, verdict=v) for i, v in enumerate(verdicts)]
-        gate.observe(group_of(500 + number, members))
+        gate.observe_group(group_of(500 + number, members))
     assert min(seen.values()) > 0
     found = gate.metrics()
     assert {name: found[f"gate/arrol/survivors/{name}"] for name in seen} == seen
     assert found["gate/arrol/ended_early"] == 0
-    gate.observe(group_of(900, [rollout(0, 1.0)]))
+    gate.observe_group(group_of(900, [rollout(0, 1.0)]))
     assert gate.metrics()["gate/arrol/ended_early"] == 1
     gate.head.weights.layers[3][:] = np.nan
-    gate.observe(group_of(901, [rollout(0, 1.0, verdict=ask(gate, view(901, 0, 1, np.ones(H))))]))
+    gate.observe_group(group_of(901, [rollout(0, 1.0, verdict=ask(gate, view(901, 0, 1, np.ones(H))))]))
     assert gate.metrics()["gate/arrol/ended_early"] == 1, "it was asked, though nothing could be said"
 
 
@@ -248,7 +248,7 @@ def test_metrics_say_whether_siblings_can_be_told_apart(alike: bool) -> None:
             verdicts = [ask(gate, view(number, i, size, hidden[i], logp=logp)) for i in range(size)]
             h = hidden.astype(np.float32)
             members = [rollout(i, float(right[i]), hidden=h[i], verdict=v) for i, v in enumerate(verdicts)]
-            gate.observe(group_of(number, members))
+            gate.observe_group(group_of(number, members))
         found = gate.metrics()
         gate.end_step()
     assert found["gate/arrol/auroc"] > 0.7, "questions can be told apart"
@@ -267,7 +267,7 @@ def test_distinct_keeps_what_few_siblings_are_expected_to_say_and_holds_the_keep
     def asked_about(number: int) -> list[tuple[float, Verdict]]:
         logps = -rng.exponential(0.8, size)
         found = [(p, ask(gate, view(number, i, size, np.ones(H), logp=p))) for i, p in enumerate(logps)]
-        gate.observe(group_of(number, [rollout(i, None, verdict=v) for i, (_, v) in enumerate(found)]))
+        gate.observe_group(group_of(number, [rollout(i, None, verdict=v) for i, (_, v) in enumerate(found)]))
         return found
 
     for number in range(60):

@@ -35,7 +35,7 @@ def test_survivors_have_the_tokens_that_they_have_without_pruning(tiny_model: Pa
             groups += runner.poll()
         for gate in gates:
             for group in groups:
-                gate.observe(group)
+                gate.observe_group(group)
         return groups
 
     for fixed in (False, True):

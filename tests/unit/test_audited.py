@@ -38,7 +38,7 @@ def test_overridden_skips_are_visits_like_any_other(name: str) -> None:
             audited = v.verdict.reason.startswith(f"audit: {name}")
             seen["audit: " if audited else "kept"] += 1
             assert 0 < v.verdict.probability <= 1
-            selector.observe(answered(v, v.prompt.ordinal % 4 == 0))
+            selector.observe_group(answered(v, v.prompt.ordinal % 4 == 0))
         selector.end_step()
     assert [v.number for v in visits] == list(range(len(visits))), "consecutive"
     for epoch in range(visits[-1].epoch):
@@ -73,7 +73,7 @@ def test_an_audited_selector_resumes_exactly(k: int) -> None:
             visits += selector.select(6)
             for v in visits[-6:]:
                 if v.verdict.keep:
-                    selector.observe(answered(v, v.prompt.ordinal % 3 == 0))
+                    selector.observe_group(answered(v, v.prompt.ordinal % 3 == 0))
             selector.end_step()
         return visits
 
@@ -118,7 +118,7 @@ def test_failures_are_no_evidence_and_other_rules_stops_have_no_signal() -> None
     selector = build("backoff", PROMPTS, epsilon=1.0)
     selector.part.z_N[:] = 9
     for v in selector.select(4):
-        selector.observe(replace_visit(make_group(v.number, [1.0, None]), v))
+        selector.observe_group(replace_visit(make_group(v.number, [1.0, None]), v))
     assert selector.metrics()["audit/backoff/audited"] == 0
 
 
@@ -139,7 +139,7 @@ class Stops(Fake):
         self.asked.append((view.visit.number, view.sibling))
         return Verdict(view.sibling is not None and view.sibling % 2 == 0, "stopped", self.probability)
 
-    def observe(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         self.observed.append(group.visit.number)
 
     def state_dict(self) -> dict[str, Any]:

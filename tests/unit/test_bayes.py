@@ -48,14 +48,14 @@ def test_the_auroc_counts_mirrored_posteriors_as_ties() -> None:
     chosen = Thompson().build(PROMPTS, 0, BY_REWARDS)
     mirrored = [(right, right + 7) for right in range(1, 4)]
     for few, many in mirrored:
-        chosen.observe(make_group(few, [1.0] * few + [0.0] * (7 - few)))
-        chosen.observe(make_group(many, [0.0] * few + [1.0] * (7 - few)))
+        chosen.observe_group(make_group(few, [1.0] * few + [0.0] * (7 - few)))
+        chosen.observe_group(make_group(many, [0.0] * few + [1.0] * (7 - few)))
     for pair in mirrored:
         chosen.end_step()
         for swapped in (False, True):
             for prompt, rewards in zip(reversed(pair) if swapped else pair, ([1.0, 0.0], [1.0, 1.0]), strict=True):
                 before = chosen.right_N[prompt], chosen.wrong_N[prompt]
-                chosen.observe(make_group(prompt, rewards))
+                chosen.observe_group(make_group(prompt, rewards))
                 chosen.right_N[prompt], chosen.wrong_N[prompt] = before
             assert chosen.metrics()["thompson/auroc"] == 0.5
             chosen.end_step()
@@ -66,7 +66,7 @@ def test_who_is_always_or_never_solved_is_rolled_out_rarely_and_who_is_new_alway
     assert (chosen.keep_probability(np.arange(2000)) == 1).all()
     for _ in range(3):
         for ordinal, rewards in ((0, [1.0] * 8), (1, [0.0] * 8), (2, [1.0, 0.0] * 4)):
-            chosen.observe(make_group(ordinal, rewards))
+            chosen.observe_group(make_group(ordinal, rewards))
     solved, never, half, new = chosen.keep_probability(np.array([0, 1, 2, 3]))
     assert solved < 0.25
     assert never < 0.25
@@ -76,7 +76,7 @@ def test_who_is_always_or_never_solved_is_rolled_out_rarely_and_who_is_new_alway
 
 def test_a_posterior_grows_less_sure_while_the_policy_changes_and_keeps_its_mean() -> None:
     chosen = selector(forget=0.5)
-    chosen.observe(make_group(0, [0.0] * 8))
+    chosen.observe_group(make_group(0, [0.0] * 8))
     before = chosen.posteriors.of(np.array([0, 1]))
     assert before[0] + before[1] == pytest.approx([Bayes.strength + 8, Bayes.strength])
     mean = before[0][0] / (before[0][0] + before[1][0])
@@ -89,10 +89,10 @@ def test_a_posterior_grows_less_sure_while_the_policy_changes_and_keeps_its_mean
 
 def test_failed_and_undecided_rollouts_are_absent() -> None:
     chosen = selector()
-    chosen.observe(make_group(0, [None, None, 1.0]))
+    chosen.observe_group(make_group(0, [None, None, 1.0]))
     assert not chosen.posteriors.a_N.any()
     prior, _ = chosen.posteriors.prior()
-    chosen.observe(make_group(0, [None, 0.0, 1.0, 1.0]))
+    chosen.observe_group(make_group(0, [None, 0.0, 1.0, 1.0]))
     assert (chosen.posteriors.a_N[0], chosen.posteriors.b_N[0]) == pytest.approx(
         (prior + 2, Bayes.strength - prior + 1)
     )
@@ -101,8 +101,8 @@ def test_failed_and_undecided_rollouts_are_absent() -> None:
 def test_a_group_whose_rewards_differ_teaches_though_none_is_right() -> None:
     chosen = selector()
     for _ in range(3):
-        chosen.observe(make_group(0, [0.1, 0.3, 0.1, 0.0]))
-        chosen.observe(make_group(1, [0.1] * 4))
+        chosen.observe_group(make_group(0, [0.1, 0.3, 0.1, 0.0]))
+        chosen.observe_group(make_group(1, [0.1] * 4))
     partly, equal = chosen.keep_probability(np.array([0, 1]))
     assert partly == 1
     assert equal < 0.3
@@ -112,7 +112,9 @@ def test_draws_follow_the_recorded_probabilities_and_do_not_depend_on_how_many_a
     one, other = selector(seed=3), selector(seed=3)
     for each in (one, other):
         for ordinal in range(2000):
-            each.observe(make_group(ordinal, [1.0] * (ordinal % 5 + 1) + [0.0] * 0 if ordinal % 2 else [0.0, 1.0]))
+            each.observe_group(
+                make_group(ordinal, [1.0] * (ordinal % 5 + 1) + [0.0] * 0 if ordinal % 2 else [0.0, 1.0])
+            )
     p = one.keep_probability(np.arange(2000))
     assert 0 < p.min() < p.max() == 1
     visits = one.select(600)
@@ -137,7 +139,7 @@ def test_a_resume_goes_on_exactly() -> None:
         rewards = rng.integers(0, 2, (20, 4)).astype(float)
         for each in (whole, parts):
             for visit, row in zip([v for v in each.select(20) if v.verdict.keep], rewards, strict=True):
-                each.observe(make_group(visit.prompt.ordinal, row.tolist()))
+                each.observe_group(make_group(visit.prompt.ordinal, row.tolist()))
             each.metrics()
             each.end_step()
     assert whole.state_dict() == parts.state_dict()
@@ -149,7 +151,7 @@ def test_metrics_compare_prediction_and_outcome(options: Bayes | Thompson, name:
     chosen = options.build(PROMPTS, 0, BY_REWARDS)
     assert f"{name}/brier" not in chosen.metrics()
     for prompt, rewards in ((0, [1.0, 0.0]), (1, [1.0, 1.0]), (1, [1.0, 1.0]), (0, [0.0, 1.0])):
-        chosen.observe(make_group(prompt, rewards))
+        chosen.observe_group(make_group(prompt, rewards))
     found = chosen.metrics()
     assert found[f"{name}/mixed"] == 0.5
     assert 0 < found[f"{name}/predicted"] < 1
@@ -162,7 +164,7 @@ def test_metrics_compare_prediction_and_outcome(options: Bayes | Thompson, name:
 def test_thompsons_chance_is_that_of_its_posterior() -> None:
     """Beta(1, 1) at first: two rollouts differ with a chance of 1/3."""
     chosen = Thompson().build(PROMPTS, 0, BY_REWARDS)
-    chosen.observe(make_group(0, [1.0, 0.0]))
+    chosen.observe_group(make_group(0, [1.0, 0.0]))
     assert chosen.metrics()["thompson/predicted"] == pytest.approx(1 / 3)
 
 
@@ -173,6 +175,6 @@ def test_the_size_of_a_group_in_parts_tells_nothing() -> None:
     chosen.probe = 4
     for prompt in range(400):
         rewards = rng.integers(0, 2, 8).astype(float).tolist()
-        chosen.observe(make_group(prompt, rewards if len(set(rewards[:4])) > 1 else rewards[:4]))
+        chosen.observe_group(make_group(prompt, rewards if len(set(rewards[:4])) > 1 else rewards[:4]))
     assert chosen.metrics()["thompson/auroc"] == 0.5
     assert chosen.metrics()["thompson/mixed"] == pytest.approx(7 / 8, abs=0.05)

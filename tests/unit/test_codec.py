@@ -181,8 +181,8 @@ def test_a_sampled_group_of_a_gate_comes_back_whole_and_teaches_the_same(tiny_mo
         again = [group_from(travelled(group_state(group)), {"train": task.train}) for group in groups]
         for a, b in zip(again, groups, strict=True):
             same(a, b)
-            direct.observe(b)
-            through.observe(a)
+            direct.observe_group(b)
+            through.observe_group(a)
         for gate in (direct, through):
             gate.end_step()
     rewarder.close()
@@ -204,8 +204,8 @@ def test_an_overridden_visit_in_flight_keeps_its_override() -> None:
     for visit in visits:
         again = visit_from(travelled(visit_state(visit)), PROMPTS)
         assert again == visit
-        resumed.observe(answered(again, teaches=False))
-        selector.observe(answered(visit, teaches=False))
+        resumed.observe_group(answered(again, teaches=False))
+        selector.observe_group(answered(visit, teaches=False))
     assert resumed.metrics()["audit/backoff/audited"] == 3
     assert resumed.state_dict() == selector.state_dict()
 

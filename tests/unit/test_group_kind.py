@@ -104,16 +104,16 @@ class TestCutGroups:
     def test_raise_the_size_of_groups(self) -> None:
         """Adaptive-K at tau 0.5 sees 0.7 where it saw 0.4, and steps that judged nothing only pass time."""
         size = AdaptiveK(base=4, high=8, window=2).build(4)
-        size.observe(tally_of(RANDOM, [None] * 4).metrics())
+        size.observe_step(tally_of(RANDOM, [None] * 4).metrics())
         for _ in range(2):
-            assert size.next(PROMPTS[0]) == 4
-            size.observe(tally_of(*[CONVERGED] * 3, *[HARD] * 4, *[MIXED] * 3).metrics())
-        assert size.next(PROMPTS[0]) == 8
+            assert size.size_for(PROMPTS[0]) == 4
+            size.observe_step(tally_of(*[CONVERGED] * 3, *[HARD] * 4, *[MIXED] * 3).metrics())
+        assert size.size_for(PROMPTS[0]) == 8
 
     def test_leave_the_trace_as_it_was(self) -> None:
         selector = Greso().build(PROMPTS, 0)
         for outcome, z in ((HARD, 1), (CONVERGED, 1), (STUCK, 1), (RANDOM, 1), (EASY, 2), (CONVERGED, 2), (MIXED, 0)):
-            selector.observe(of(outcome))
+            selector.observe_group(of(outcome))
             assert selector.z_N[0] == z, outcome
 
     def test_count_for_the_controller_of_greso(self) -> None:
@@ -121,7 +121,7 @@ class TestCutGroups:
         selector = Greso(easy_share=0.5, target=0.7).build(PROMPTS, 0)
         selector.visits = len(PROMPTS)
         for outcome in [HARD] * 2 + [STUCK] * 2 + [CONVERGED] * 3 + [MIXED] * 3 + [RANDOM] * 5:
-            selector.observe(of(outcome))
+            selector.observe_group(of(outcome))
         selector.end_step()
         assert selector.p[0] == pytest.approx(0.51), "0 of 10 easy, target 0.35"
         assert selector.p[1] == pytest.approx(0.49), "4 of 10 hard, target 0.35"
@@ -137,7 +137,7 @@ class TestCutGroups:
                     if visit.verdict.keep:
                         outcome: Outcome = MIXED if visit.prompt.ordinal else CONVERGED if epochs else HARD
                         epochs += [visit.epoch] if visit.prompt.ordinal == 0 else []
-                        selector.observe(finished(visit, outcome, size=4))
+                        selector.observe_group(finished(visit, outcome, size=4))
         assert epochs == [0, 2, 4, 6, 8]
 
 
@@ -152,9 +152,9 @@ class TestPrunedGroups:
             (HARD, 2.25),
             ([0.0, 1.0, None, None], 0.0),
         ):
-            selector.observe(of(outcome))
+            selector.observe_group(of(outcome))
             assert selector.z_N[0] == z
-        selector.observe(of([0.0, 0.0, None, None]))
+        selector.observe_group(of([0.0, 0.0, None, None]))
         assert selector._keep_probability(np.array([0]))[0] == pytest.approx(0.5**0.5)
         skipped = selector.verdict_on(0, False)
         assert skipped.reason == "greso: hard, 0.5 zero-variance visits in a row"
@@ -172,7 +172,7 @@ class TestPrunedGroups:
             rewards: list[Any] = [float(r) for r in rng.random(16) < 0.1]
             for i in rng.choice(16, 8, replace=False):
                 rewards[i] = None
-            selector.observe(of(rewards))
+            selector.observe_group(of(rewards))
             kept.append(selector._keep_probability(np.array([0]))[0])
         whole, blind = 0.0, 0.0  # by hand: z of a geometric run, of all 16 and of 8 taken for 16
         for q, name in ((0.9**16, "whole"), (0.9**8, "blind")):
@@ -186,12 +186,12 @@ class TestPrunedGroups:
         selector = Backoff().build(PROMPTS, 0)
         third = [0.0, 0.0, None, None, None, None]
         for seen in (0, 0, 1):
-            selector.observe(of(third))
+            selector.observe_group(of(third))
             assert int(np.floor(selector.z_N[0] + 1e-3)) == seen
 
     def test_survive_a_resume(self) -> None:
         selector = Greso().build(PROMPTS, 0)
-        selector.observe(of([0.0, 0.0, None, None]))
+        selector.observe_group(of([0.0, 0.0, None, None]))
         again = Greso().build(PROMPTS, 0)
         again.load_state_dict(json.loads(json.dumps(selector.state_dict())))
         assert again.z_N.tolist() == selector.z_N.tolist()
@@ -206,9 +206,9 @@ def test_visits_that_an_audit_forced_move_the_trace_but_not_the_controller() -> 
         selector.visits = len(PROMPTS)
         for prompt in PROMPTS[:6]:
             forced = Visit(0, 1, prompt, Verdict(True, "audit: greso: hard, 1 zero-variance visits in a row", 0.2, 0.2))
-            selector.observe(finished(forced, HARD))
+            selector.observe_group(finished(forced, HARD))
         for prompt in PROMPTS[6:]:
-            selector.observe(finished(Visit(0, 1, prompt), MIXED))
+            selector.observe_group(finished(Visit(0, 1, prompt), MIXED))
         selector.end_step()
 
     selector = Greso().build(PROMPTS, 0)

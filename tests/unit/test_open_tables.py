@@ -16,9 +16,9 @@ from winnow.engine import ENGINES
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
 from winnow.methods.filter import FILTERS, AllOf
-from winnow.methods.gate import GATES
-from winnow.methods.select import SELECTORS
-from winnow.methods.size import ROLLOUT_BATCHES, SIZES
+from winnow.methods.gate import GATES, Gate
+from winnow.methods.select import SELECTORS, StreamSelector
+from winnow.methods.size import ROLLOUT_BATCHES, SIZES, GroupSize, checked_additional_size, checked_size
 from winnow.run.build_methods import build_methods
 from winnow.run.resolved import Options
 from winnow.run.trainer_inputs import TrainerInputs
@@ -89,7 +89,7 @@ class Unsized:
 
 
 class FixedWithoutBounds(GroupSize):
-    def next(self, prompt: object) -> int:
+    def size_for(self, prompt: object) -> int:
         return 4
 
 
@@ -192,18 +192,36 @@ def test_a_method_that_builds_something_else_is_refused(rules: str, key: str, ru
 
 def test_a_size_out_of_its_bounds_is_named() -> None:
     prompt, size = Prompt("p", 0, text="x"), SIZES["fixed"]().build(4)
-    assert size.size_for(prompt) == 4
-    size.next = lambda prompt: np.int64(4)
-    assert type(size.size_for(prompt)) is int
+    assert checked_size(size, prompt) == 4
+    size.size_for = lambda prompt: np.int64(4)
+    assert type(checked_size(size, prompt)) is int
     for wrong in (5, 3, 4.0):
-        size.next = lambda prompt, wrong=wrong: wrong
+        size.size_for = lambda prompt, wrong=wrong: wrong
         with pytest.raises(
-            ConfigError, match=f"group_size: .*next returned {wrong}; return a whole number from 4 to 4"
+            ConfigError, match=f"group_size: .*size_for returned {wrong}; return a whole number from 4 to 4"
         ):
-            size.size_for(prompt)
-    size.more = lambda group, kind: 3
-    with pytest.raises(ConfigError, match=r"group_size: .*more returned 3; return a whole number from 0 to 2 here"):
-        size.joining(make_group(0, [0.0, 1.0]), GroupKind.SIGNAL)
+            checked_size(size, prompt)
+    size.additional_size = lambda group, kind: 3
+    with pytest.raises(
+        ConfigError, match=r"group_size: .*additional_size returned 3; return a whole number from 0 to 2 here"
+    ):
+        checked_additional_size(size, make_group(0, [0.0, 1.0]), GroupKind.SIGNAL)
+
+
+@pytest.mark.parametrize(
+    ("base", "former", "name"),
+    [
+        (GroupSize, "next", "size_for"),
+        (GroupSize, "more", "additional_size"),
+        (GroupSize, "learn", "observe_group"),
+        (GroupSize, "observe", "observe_step"),
+        (StreamSelector, "observe", "observe_group"),
+        (Gate, "observe", "observe_group"),
+    ],
+)
+def test_a_hook_by_its_former_name_is_refused(base: type, former: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"Own: `{former}` of {base.__name__} is now `{name}`; rename it"):
+        type("Own", (base,), {former: lambda self: None})
 
 
 class TestLists:

@@ -74,14 +74,14 @@ def observed(gate: Gate, name: str, asked: list[GroupView], decisions: list[Deci
         ]
         for member, decision in zip(members, decisions, strict=True):
             member.decisions.append(decision)
-        gate.observe(Group(asked[0].visit, members))
+        gate.observe_group(Group(asked[0].visit, members))
         return
     cut = any(not d.verdict.keep for d in decisions)
     same = asked[0].visit.number % 2
     members = [rollout(i, None if cut else 0.0 if same else float(i % 2)) for i in range(SIZE)]
     for member in members:
         member.fate = Fate.CUT if cut else None
-    gate.observe(Group(asked[0].visit, members, decisions))
+    gate.observe_group(Group(asked[0].visit, members, decisions))
 
 
 def built(case: str) -> Gate:

@@ -90,16 +90,16 @@ class TestGreso:
     def test_the_trace_counts_runs_of_either_kind_and_an_effective_visit_resets(self) -> None:
         selector = self.build()
         for rewards, z in ((HARD, 1), (EASY, 2), (EASY, 3), (MIXED, 0), (HARD, 1), ([None, 0.0], 1), ([None, None], 1)):
-            selector.observe(finished(Visit(0, 0, PROMPTS[4]), rewards))
+            selector.observe_group(finished(Visit(0, 0, PROMPTS[4]), rewards))
             assert selector.z_N[4] == z
         assert selector.z_N.sum() == 1
 
     def test_the_last_visit_decides_which_base_probability_counts(self) -> None:
         selector = self.build(p_easy=0.9, p_hard=0.1)
         for rewards in (HARD, HARD, EASY):
-            selector.observe(finished(Visit(0, 0, PROMPTS[0]), rewards))
+            selector.observe_group(finished(Visit(0, 0, PROMPTS[0]), rewards))
         assert selector._keep_probability(np.array([0]))[0] == pytest.approx(0.9**3)
-        selector.observe(finished(Visit(0, 0, PROMPTS[0]), HARD))
+        selector.observe_group(finished(Visit(0, 0, PROMPTS[0]), HARD))
         assert selector._keep_probability(np.array([0]))[0] == pytest.approx(0.1**4)
 
     def test_skips_at_the_rate_it_says(self) -> None:
@@ -107,7 +107,7 @@ class TestGreso:
         selector = Greso().build(prompts, seed=0)
         for prompt in prompts:
             for _ in range(2):
-                selector.observe(finished(Visit(0, 0, prompt), HARD))
+                selector.observe_group(finished(Visit(0, 0, prompt), HARD))
         visits = selector.select(500)
         share = len(kept(visits)) / len(visits)
         assert share == pytest.approx(0.25, abs=4 * (0.25 * 0.75 / len(visits)) ** 0.5)
@@ -119,12 +119,12 @@ class TestGreso:
     def test_adjusts_once_a_step_and_only_after_the_first_epoch(self) -> None:
         selector = self.build()
         for visit in selector.select(6):
-            selector.observe(finished(visit, HARD))
+            selector.observe_group(finished(visit, HARD))
         selector.end_step()
         assert (selector.p[0], selector.p[1]) == (0.5, 0.5), "still in the first epoch"
         visits = selector.select(6)
         for visit, rewards in zip(kept(visits), [HARD, HARD, MIXED, MIXED, MIXED, MIXED], strict=True):
-            selector.observe(finished(visit, rewards))
+            selector.observe_group(finished(visit, rewards))
         selector.end_step()
         assert selector.p[0] == pytest.approx(0.51), "0 of 6 easy, target 1/12"
         assert selector.p[1] == pytest.approx(0.49), "2 of 6 hard, target 1/6"
@@ -139,15 +139,15 @@ class TestGreso:
                 selector.select(60)
                 visits = selector.select(60)
                 for visit, kind in zip(visits, [EASY, HARD, HARD, *[MIXED] * 9] * times, strict=False):
-                    selector.observe(finished(visit, [*kind, *[kind[0]] * (seen - 2), *[None] * (size - seen)]))
+                    selector.observe_group(finished(visit, [*kind, *[kind[0]] * (seen - 2), *[None] * (size - seen)]))
                 selector.end_step()
                 assert [selector.p[0], selector.p[1]] == pytest.approx([0.49, 0.49]), (size, seen, times)
 
     def test_easy_means_all_at_the_maximum_reward_of_the_run(self) -> None:
         selector = Greso().build(PROMPTS, 0, GroupJudge(Success(at_least=2.0)))
-        selector.observe(finished(Visit(0, 0, PROMPTS[0]), EASY))
+        selector.observe_group(finished(Visit(0, 0, PROMPTS[0]), EASY))
         assert selector.kind_N[0] == 2
-        selector.observe(finished(Visit(0, 0, PROMPTS[0]), [2.0, 2.0]))
+        selector.observe_group(finished(Visit(0, 0, PROMPTS[0]), [2.0, 2.0]))
         assert selector.kind_N[0] == 1
 
     def test_shares_come_to_their_targets(self) -> None:
@@ -159,7 +159,7 @@ class TestGreso:
         for _ in range(600):
             groups = [finished(v, rewards[v.prompt.ordinal]) for v in kept(selector.select(32))]
             for group in groups:
-                selector.observe(group)
+                selector.observe_group(group)
             kinds = [tuple(g.rewards()) for g in groups]
             shares.append((kinds.count((1.0, 1.0)) / 32, kinds.count((0.0, 0.0)) / 32))
             selector.end_step()
@@ -214,7 +214,7 @@ class TestBackoff:
             while selector.epoch == epoch:
                 visits += selector.select(1)
                 for v in kept(visits[-1:]):
-                    selector.observe(finished(v, HARD if v.prompt.ordinal == 3 else MIXED))
+                    selector.observe_group(finished(v, HARD if v.prompt.ordinal == 3 else MIXED))
             seen += [v.epoch for v in visits if v.prompt.ordinal == 3 and v.verdict.keep]
         assert seen == [0, 2, 5, 9], "skips 1, then 2, then 3 epochs"
 
@@ -223,7 +223,7 @@ def test_a_group_with_too_few_rewards_teaches_a_selector_nothing() -> None:
     judge = GroupJudge(advantage=ADVANTAGES["max_at_k"](k=4))
     assert judge.kind(make_group(0, [1.0, 1.0, 1.0, None])) is GroupKind.NOT_JUDGED
     selector = Greso().build(PROMPTS, 0, judge)
-    selector.observe(finished(Visit(0, 0, PROMPTS[0]), [1.0, 1.0, 1.0, None]))
+    selector.observe_group(finished(Visit(0, 0, PROMPTS[0]), [1.0, 1.0, 1.0, None]))
     assert selector.z_N[0] == 0
 
 
@@ -279,7 +279,7 @@ def test_resume_with_history_is_exact(name: str, k: int) -> None:
             visits = selector.select(3)
             for v in kept(visits):
                 rewards = [EASY, HARD, MIXED][(v.prompt.ordinal + step) % 3 if v.prompt.ordinal > 4 else 1]
-                selector.observe(finished(v, rewards))
+                selector.observe_group(finished(v, rewards))
             seen += visits
             selector.metrics()
             selector.end_step()

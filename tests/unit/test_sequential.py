@@ -78,7 +78,7 @@ def test_a_probe_that_tells_nothing_is_continued() -> None:
     rule = Sequential(probe=2).build(4)
     for rewards, more in (([None, 1.0], 2), ([None, None], 0)):
         group = finished(Visit(0, 0, Prompt("p", 0, text="")), rewards)
-        assert rule.more(group, GroupKind.NOT_JUDGED) == more
+        assert rule.additional_size(group, GroupKind.NOT_JUDGED) == more
 
 
 def test_a_group_without_a_right_answer_goes_on_until_it_has_one(tmp_path: Path) -> None:
@@ -246,8 +246,8 @@ def test_stopping_keeps_the_direction_of_a_prompts_gradient(
     of_rate = torch.autograd.grad(rate, logits, retain_graph=True)[0]
     gradient = torch.zeros_like(of_rate)
     for answers in itertools.product(range(5), repeat=rule.largest):
-        size = rule.next(Prompt("p", 0, text=""))
-        while more := rule.more(*judged([reward_of[answer] for answer in answers[:size]])):
+        size = rule.size_for(Prompt("p", 0, text=""))
+        while more := rule.additional_size(*judged([reward_of[answer] for answer in answers[:size]])):
             size += more
         seen = answers[:size]
         advantages = method(np.array([reward_of[answer] for answer in seen]))
@@ -281,8 +281,8 @@ def test_unbiased_weights_undo_the_stop(advantage: str, reward_of: list[float | 
         advantages = torch.tensor(method.of_batch([group])[0][known])
         part = float(logp[list(answers)].sum().exp()) * (advantages @ score[[answers[i] for i in known]])
         whole += part
-        if rule.more(first, judge.kind(first)):
-            rule.learn(group)
+        if rule.additional_size(first, judge.kind(first)):
+            rule.observe_group(group)
             weighted += part / group.rollouts[0].survival_p
             unweighted += part
     torch.testing.assert_close(weighted, whole, rtol=1e-12, atol=1e-14)
@@ -295,10 +295,10 @@ def outcomes(rate: float, rule: SequentialSize | None) -> list[tuple[float, Grou
     for rewards in itertools.product([1.0, 0.0], repeat=4):
         chance = float(np.prod([rate if reward else 1 - rate for reward in rewards]))
         group = make_group(0, list(rewards))
-        if rule is not None and not rule.more(*judged(list(rewards[:2]))):
+        if rule is not None and not rule.additional_size(*judged(list(rewards[:2]))):
             group = make_group(0, list(rewards[:2]))
         elif rule is not None:
-            rule.learn(group)
+            rule.observe_group(group)
         found.append((chance, group))
     return found
 
@@ -357,4 +357,4 @@ def test_a_balanced_group_goes_on_until_half_are_right_and_half_wrong() -> None:
         ([0.0] * 10, 0),
         ([0.2, 0.7, 0.3, 0.9], 0),
     ):
-        assert rule.more(*judged(rewards)) == more, rewards
+        assert rule.additional_size(*judged(rewards)) == more, rewards

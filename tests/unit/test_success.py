@@ -140,7 +140,7 @@ def test_the_key_of_version_0_2_still_works() -> None:
 
 def test_greso_takes_equal_rewards_of_unknown_worth_for_hard() -> None:
     selector = Greso(p_hard=0.25).build(PROMPTS, 0, GroupJudge(success_of(None)))
-    selector.observe(group_of(WRONG, WRONG))
+    selector.observe_group(group_of(WRONG, WRONG))
     assert selector.verdict_on(0, True).probability == 0.25
 
 

@@ -44,9 +44,9 @@ def test_a_set_gives_one_however_much_is_learned_between_calls(asked: int) -> No
             chosen.load_state_dict(saved)
         visits += chosen.select(asked)
         for visit in visits[-asked:]:
-            chosen.observe(make_group(visit.prompt.ordinal, rng.integers(0, 2, 8).astype(float).tolist()))
+            chosen.observe_group(make_group(visit.prompt.ordinal, rng.integers(0, 2, 8).astype(float).tolist()))
         for prompt in rng.integers(0, len(PROMPTS), 9):
-            chosen.observe(make_group(int(prompt), [1.0] * 8))
+            chosen.observe_group(make_group(int(prompt), [1.0] * 8))
     for epoch in range(visits[-1].epoch):
         keeps = [visit.verdict.keep for visit in visits if visit.epoch == epoch]
         sets = [keeps[first : first + 4] for first in range(0, len(PROMPTS), 4)]
@@ -63,7 +63,7 @@ def test_right_answers_have_to_be_known() -> None:
 def test_prompts_near_the_target_are_taken() -> None:
     chosen = selector(keep=1.0)
     for prompt in PROMPTS:
-        chosen.observe(
+        chosen.observe_group(
             make_group(prompt.ordinal, [[1.0] * 8, [0.0] * 8, [1.0, 0.0] * 4, [0.0] * 8][prompt.ordinal % 4])
         )
     taken = [visit.prompt.ordinal % 4 for visit in chosen.select(300) if visit.verdict.keep]
@@ -75,10 +75,10 @@ def test_prompts_near_the_target_are_taken() -> None:
 
 def test_a_posterior_forgets_when_its_prompt_is_visited_again() -> None:
     chosen = selector(keep=0.5)
-    chosen.observe(make_group(5, [1.0, 1.0, 0.0, None]))
+    chosen.observe_group(make_group(5, [1.0, 1.0, 0.0, None]))
     assert (chosen.right_N[5], chosen.wrong_N[5]) == (2, 1)
-    chosen.observe(make_group(5, [None, None]))
+    chosen.observe_group(make_group(5, [None, None]))
     assert (chosen.right_N[5], chosen.wrong_N[5]) == (2, 1), "failed rollouts are absent"
-    chosen.observe(make_group(5, [0.0, 0.0]))
+    chosen.observe_group(make_group(5, [0.0, 0.0]))
     assert (chosen.right_N[5], chosen.wrong_N[5]) == (1, 2.5)
     assert chosen.right_N.sum() == 1

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.errors import ConfigError
 from ..base.state import Stateful
 from ..config import RunConfig, name_of
 from ..types import Prompt
@@ -58,8 +59,27 @@ def _name(c: RunConfig, key: str, place: int) -> str:
     return name_of(spec[place] if isinstance(spec, list) else spec)
 
 
-class Learns(Stateful):
-    """Default hooks of gates and filters; those that learn override them."""
+FORMER_HOOKS: dict[str, dict[str, str]] = {
+    "GroupSize": {"next": "size_for", "more": "additional_size", "learn": "observe_group", "observe": "observe_step"},
+    "StreamSelector": {"observe": "observe_group"},
+    "Gate": {"observe": "observe_group"},
+}
+"""Base class -> former name of a hook -> name now."""
+
+
+class Method(Stateful):
+    """Base of methods that users derive from. Raises ConfigError where a class defines a hook by its former name."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for base in cls.__mro__:
+            for former, name in FORMER_HOOKS.get(base.__name__, {}).items():
+                if former in vars(cls):
+                    raise ConfigError(f"{cls.__name__}: `{former}` of {base.__name__} is now `{name}`; rename it")
+
+
+class LearningMethod(Method):
+    """Default hooks of selectors, gates and filters; those that learn override them."""
 
     def end_step(self) -> None:
         """End an optimizer step; called after `metrics`."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ...types import Group, GroupKind, Verdict
-from ..base import Learns
+from ..base import LearningMethod
 
 
-class Filter(Learns):
+class Filter(LearningMethod):
     """Decides after the reward whether a group enters the batch. To add a filter, derive from it and write `admit`.
 
     A filter with state has an options class with `build(seed) -> Filter` instead.

@@ -69,7 +69,7 @@ class RuleAudit(Stateful):
         """Return the draws of overrides at the current probability."""
         return Overrides(self.name, self.seed, self.probability)
 
-    def observe(self, group: Group, signal_G: np.ndarray | None) -> None:
+    def observe_group(self, group: Group, signal_G: np.ndarray | None) -> None:
         """Account for a finished group, after the part has learned from it; `signal_G`: its `squared_advantages`."""
         raise NotImplementedError
 
@@ -154,7 +154,7 @@ class StopAudit(RuleAudit):
 
     audited_part = "gate"
 
-    def observe(self, group: Group, signal_G: np.ndarray | None) -> None:
+    def observe_group(self, group: Group, signal_G: np.ndarray | None) -> None:
         decisions = list(group.decisions)
         for rollout in group.rollouts:
             decisions += rollout.decisions
@@ -205,7 +205,7 @@ class SkipAudit(RuleAudit):
             return Verdict(False, verdict.reason, 1 - p)
         return Verdict(True, f"audit: {verdict.reason}", p, overridden=self.probability)
 
-    def observe(self, group: Group, signal_G: np.ndarray | None) -> None:
+    def observe_group(self, group: Group, signal_G: np.ndarray | None) -> None:
         if signal_G is not None:
             tokens = float(sum(r.action_mask.sum() for r in group.rollouts))
             self._book(group.visit.verdict.overridden, float(signal_G.sum()), tokens)
@@ -223,12 +223,12 @@ class Audits:
     def every(self) -> list[RuleAudit]:
         return [*self.stops.values(), *([] if self.skips is None else [self.skips])]
 
-    def observe(self, group: Group, judge: GroupJudge) -> None:
+    def observe_group(self, group: Group, judge: GroupJudge) -> None:
         """Account for a finished group, after selector and gates have learned from it; `judge` is the run's."""
         if audits := self.every:
             signal_G = squared_advantages(group, judge)
             for audit in audits:
-                audit.observe(group, signal_G)
+                audit.observe_group(group, signal_G)
 
     def end_step(self) -> None:
         for audit in self.every:

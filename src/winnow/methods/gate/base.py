@@ -2,7 +2,7 @@
 
 gate.rule() -> Rule            frozen within an optimizer step; published to samplers with the weights
 rule.decide(views)             next to the engine: stop this rollout, or this group?
-gate.observe(group)            in the training loop: learn from the decisions in a finished group
+gate.observe_group(group)      in the training loop: learn from the decisions in a finished group
 gate.end_step()                in the training loop: update; the next `rule()` may differ
 """
 
@@ -21,7 +21,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from ...base.array_json import pack, unpack
 from ...types import Decision, EnvStep, GatePoint, Group, GroupView, Token, Verdict
-from ..base import Learns
+from ..base import LearningMethod
 from ..group_kind import BY_REWARDS, GroupJudge
 from .overrides import Overrides
 
@@ -66,14 +66,14 @@ class Rule(Protocol):
         ...
 
 
-class Gate(Learns):
+class Gate(LearningMethod):
     """Stops rollouts during generation. To add a gate, derive from it and write `rule`; override the rest to learn."""
 
     def rule(self) -> Rule:
         """Return the rule for the next optimizer step."""
         raise NotImplementedError
 
-    def observe(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         """Learn from a finished group; called for each. Decisions are in `decisions` of the group and its rollouts."""
 
     def save(self, directory: Path) -> None:

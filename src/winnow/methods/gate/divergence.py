@@ -193,7 +193,7 @@ class DivergenceGate(Gate):
     def rule(self) -> DivergenceRule:
         return DivergenceRule(self.options)
 
-    def observe(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         for decision in of_gate(group.decisions, self.name):
             verdict = decision.verdict
             for signal in SIGNALS:

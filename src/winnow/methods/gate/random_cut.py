@@ -66,7 +66,7 @@ class RandomCutGate(Gate):
     def rule(self) -> RandomCutRule:
         return self._rule
 
-    def observe(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         for decision in of_gate(group.decisions, self.name):
             self._asked += 1
             self._cut += decision.verdict.removes

@@ -82,7 +82,7 @@ class BayesSelector(StreamSelector):
             for keep, p, rate in zip(*(x.tolist() for x in (keeps_N, p_N, a_N / (a_N + b_N))), strict=True)
         ]
 
-    def observe(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         right, wrong = counts(group, self.judge)
         if right + wrong < 2:
             return

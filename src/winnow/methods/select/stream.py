@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...base.noise import noise_key, uniform_array
-from ...base.state import Count, State, Stateful
+from ...base.state import Count, State
 from ...types import KEEP, Group, Prompt, Verdict, Visit
+from ..base import LearningMethod
 from ..gate.audit import SkipAudit
 from ..pass_rates import PassRate
 
@@ -25,7 +26,7 @@ class StreamState(State, extra="ignore"):  # subclasses have keys of their own
     visits: Count
 
 
-class StreamSelector(Stateful):
+class StreamSelector(LearningMethod):
     """Every prompt once per epoch, in an order that is a function of (seed, epoch) alone, or in that of `order_N`.
 
     A subclass overrides `keeps`, and `verdict_on` to give the reason; without them nothing is skipped.
@@ -108,7 +109,7 @@ class StreamSelector(Stateful):
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         return KEEP if keep else Verdict(False, "skipped")
 
-    def observe(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         """Learn from a finished group; called for each, also for those that a filter drops later."""
 
     def wants_profile(self, step: int) -> int:

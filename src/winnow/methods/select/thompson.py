@@ -94,7 +94,7 @@ class ThompsonSelector(StreamSelector):
             else Verdict(False, f"thompson: the rate of another candidate was nearer to {self.options.target}")
         )
 
-    def observe(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         right, wrong = counts(group, self.judge)
         if right + wrong:
             ordinal, keep = group.prompt.ordinal, self.options.keep

@@ -47,7 +47,7 @@ class TraceSelector(StreamSelector):
         self.z_N = np.zeros(len(prompts), np.float32)
         self.kind_N = np.zeros(len(prompts), np.uint8)
 
-    def observe(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         kind = self.judge.kind(group)
         if kind is GroupKind.NOT_JUDGED:
             return

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from .adaptive_k import AdaptiveK
 from .allocate import Allocate
-from .base import GroupSize
+from .base import GroupSize, checked_additional_size, checked_size
 from .fixed import Fixed
 from .rollout_batch import Adaptive, Exact, RolloutBatch
 from .rollout_batch import Fixed as FixedRounds
 from .sequential import Sequential
 
-__all__ = ["ROLLOUT_BATCHES", "SIZES", "GroupSize", "RolloutBatch"]
+__all__ = ["ROLLOUT_BATCHES", "SIZES", "GroupSize", "RolloutBatch", "checked_additional_size", "checked_size"]
 
 SIZES: dict[str, type] = {
     "fixed": Fixed,

@@ -79,16 +79,16 @@ class AdaptiveSize(GroupSize):
         self.steps: int | None = None
         """Steps since the last change; None before the first, which `dwell` does not delay."""
 
-    def next(self, prompt: Prompt) -> int:
+    def size_for(self, prompt: Prompt) -> int:
         return self.size
 
-    def observe(self, step_stats: Mapping[str, float]) -> None:
+    def observe_step(self, metrics: Mapping[str, float]) -> None:
         """Learn from `frac_reward_zero_std`; a step without it, or without rollouts, only passes time."""
         o = self.options
         if self.steps is not None:
             self.steps += 1
-        if "frac_reward_zero_std" in step_stats and step_stats.get("groups/rolled_out") != 0:
-            self.history = [*self.history, float(step_stats["frac_reward_zero_std"])][-o.window :]
+        if "frac_reward_zero_std" in metrics and metrics.get("groups/rolled_out") != 0:
+            self.history = [*self.history, float(metrics["frac_reward_zero_std"])][-o.window :]
         size = self._wanted()
         if size != self.size and (self.steps is None or self.steps >= o.dwell):
             self.size, self.history, self.steps = size, [], 0

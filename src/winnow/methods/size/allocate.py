@@ -109,7 +109,7 @@ class AllocatedSize(GroupSize):
         self.judge = judge
         self.posteriors = Posteriors(len(prompts), forget=self.options.forget, strength=self.options.strength)
 
-    def next(self, prompt: Prompt) -> int:
+    def size_for(self, prompt: Prompt) -> int:
         a, b = self.posteriors.of(np.array([prompt.ordinal]))
         gains_S = self._gains(float(a[0]), float(b[0]))
         if self.log_price is None:
@@ -123,12 +123,12 @@ class AllocatedSize(GroupSize):
         """Return log of what each rollout beyond the smallest size adds to a group's value, float64 [S]; they fall."""
         return GAINS[self.options.value](a, b, np.arange(self.smallest, self.largest))
 
-    def learn(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         right, wrong = counts(group, self.judge)
         if right + wrong > 0:
             self.posteriors.add(group.prompt.ordinal, right, wrong)
 
-    def observe(self, step_stats: Mapping[str, float]) -> None:
+    def observe_step(self, metrics: Mapping[str, float]) -> None:
         self.posteriors.end_step()
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,56 +9,60 @@ from typing import Any
 import numpy as np
 
 from ...base.errors import ConfigError
-from ...base.state import Stateful
 from ...types import Group, GroupKind, Prompt
+from ..base import Method
 from ..group_kind import GroupJudge
 
 
-class GroupSize(Stateful, ABC):
-    """Decides how many siblings the next groups have."""
+class GroupSize(Method, ABC):
+    """Decides how many siblings the next groups have. To add a size, derive from it and write `size_for`."""
 
     smallest: int
     """Size of the run's smallest group."""
     largest: int
     """Size of the run's largest group."""
     in_parts: bool = False
-    """Whether siblings may join a finished group (`more`)."""
+    """Whether siblings may join a finished group (`additional_size`)."""
 
     def begin(self, prompts: Sequence[Prompt], judge: GroupJudge) -> None:
         """Receive the training prompts; called once, before the first group."""
         return
 
     @abstractmethod
-    def next(self, prompt: Prompt) -> int:
-        """Return the size of the next group, which is of this prompt."""
+    def size_for(self, prompt: Prompt) -> int:
+        """Return the size of the next group, which is of this prompt: from `smallest` to `largest`."""
 
-    def more(self, group: Group, kind: GroupKind) -> int:
+    def additional_size(self, group: Group, kind: GroupKind) -> int:
         """Return how many siblings join a group whose parts so far are finished; 0: it is whole."""
         return 0
 
-    def learn(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         """Learn from a finished group; called for each, also for those that a filter drops later.
 
         It may set its rollouts' `survival_p`, with which `unbiased` weights divide.
         """
         return
 
-    def observe(self, step_stats: Mapping[str, float]) -> None:
+    def observe_step(self, metrics: Mapping[str, float]) -> None:
         """Learn from a training step's metrics; called once per step."""
         return
 
-    def size_for(self, prompt: Prompt) -> int:
-        """Return `next`. Raises ConfigError unless it is a whole number from `smallest` to `largest`."""
-        return self._whole("next", self.next(prompt), self.smallest, self.largest)
 
-    def joining(self, group: Group, kind: GroupKind) -> int:
-        """Return `more`. Raises ConfigError unless it is a whole number that leaves the group at most `largest`."""
-        return self._whole("more", self.more(group, kind), 0, self.largest - len(group.rollouts))
+def checked_size(sizes: GroupSize, prompt: Prompt) -> int:
+    """Return `size_for`. Raises ConfigError unless it is a whole number from `smallest` to `largest`."""
+    return _whole(sizes, "size_for", sizes.size_for(prompt), sizes.smallest, sizes.largest)
 
-    def _whole(self, name: str, number: Any, low: int, high: int) -> int:
-        if not isinstance(number, int | np.integer) or not low <= number <= high:
-            raise ConfigError(
-                f"group_size: {type(self).__name__}.{name} returned {number!r}; return a whole number from {low} to "
-                f"{high} here (smallest is {self.smallest}, largest {self.largest})"
-            )
-        return int(number)
+
+def checked_additional_size(sizes: GroupSize, group: Group, kind: GroupKind) -> int:
+    """Return `additional_size`. Raises ConfigError unless it leaves the group at most `largest` rollouts."""
+    most = sizes.largest - len(group.rollouts)
+    return _whole(sizes, "additional_size", sizes.additional_size(group, kind), 0, most)
+
+
+def _whole(sizes: GroupSize, name: str, number: Any, low: int, high: int) -> int:
+    if not isinstance(number, int | np.integer) or not low <= number <= high:
+        raise ConfigError(
+            f"group_size: {type(sizes).__name__}.{name} returned {number!r}; return a whole number from {low} to "
+            f"{high} here (smallest is {sizes.smallest}, largest {sizes.largest})"
+        )
+    return int(number)

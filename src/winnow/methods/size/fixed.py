@@ -20,5 +20,5 @@ class FixedSize(GroupSize):
     def __init__(self, size: int) -> None:
         self.smallest = self.largest = size
 
-    def next(self, prompt: Prompt) -> int:
+    def size_for(self, prompt: Prompt) -> int:
         return self.largest

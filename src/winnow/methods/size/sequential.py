@@ -93,10 +93,10 @@ class SequentialSize(GroupSize):
         if self.unbiased and (advantage is None or advantage.may_vanish or not advantage.group_relative):
             raise ValueError("unbiased needs advantage: rloo, grpo or dr_grpo, which are 0 only for equal rewards")
 
-    def next(self, prompt: Prompt) -> int:
+    def size_for(self, prompt: Prompt) -> int:
         return self.smallest
 
-    def more(self, group: Group, kind: GroupKind) -> int:
+    def additional_size(self, group: Group, kind: GroupKind) -> int:
         """Where too few siblings have a reward to tell, the others decide."""
         have = len(group.rollouts)
         undecided = kind is GroupKind.NOT_JUDGED and any(rollout.reward is not None for rollout in group.rollouts)
@@ -104,7 +104,7 @@ class SequentialSize(GroupSize):
             return max(0, self.size - have)
         return min(self.smallest, self.hard_size - have) if kind is GroupKind.HARD else 0
 
-    def learn(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         """Give the siblings of a group that went on its chance to. Raises ConfigError for rewards of several agents."""
         if not self.unbiased or len(group.rollouts) <= self.smallest or not self._judge.teaches(group):
             return
@@ -133,7 +133,7 @@ def chance_to_stop(rewards: Sequence[float], size: int, probe: int, judge: Group
 
 
 class BalancedSize(SequentialSize):
-    def more(self, group: Group, kind: GroupKind) -> int:
+    def additional_size(self, group: Group, kind: GroupKind) -> int:
         rewards = group.rewards()
         known = rewards[~np.isnan(rewards)]
         if len(known) == 0:

@@ -172,7 +172,7 @@ class ArrolGate(Gate):
             head=self.head.weights,
         )
 
-    def observe(self, group: Group) -> None:
+    def observe_group(self, group: Group) -> None:
         """Learn from finished rollouts; outcomes count 1 / survival, since those of pruned rollouts are unseen."""
         decisions = [r.decision_of(self.name) for r in group.siblings]
         self._remember([d.verdict.evidence for d in decisions if d is not None], group)
