@@ -95,7 +95,7 @@ def ask(gate: Gate, view: GroupView) -> Verdict:
 def plain(verdict: Verdict) -> tuple[Any, ...]:
     """A verdict that can be compared to the last bit, evidence included."""
     evidence = {k: (v.dtype.str, v.tolist()) if isinstance(v, np.ndarray) else v for k, v in verdict.evidence.items()}
-    return verdict.keep, verdict.reason, verdict.probability, verdict.overridden, evidence
+    return verdict.keep, verdict.reason, verdict.probability, verdict.override_probability, evidence
 
 
 def named(gates: Sequence[Gate]) -> list[NamedRule]:

@@ -83,7 +83,7 @@ class Verdict:
     reason: str = ""
     probability: float = 1.0
     """Chance with which a random decision came out as it did, overrides by an audit included."""
-    overridden: float | None = None
+    override_probability: float | None = None
     """Chance with which an audit keeps what the method would have removed; None if it did not."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """Evidence for a gate rule's decision (numbers, texts, arrays), from which the gate learns."""
@@ -93,7 +93,7 @@ class Verdict:
     @property
     def removes(self) -> bool:
         """Whether the method would remove it, even if an audit kept it."""
-        return not self.keep or self.overridden is not None
+        return not self.keep or self.override_probability is not None
 
 
 KEEP = Verdict(True)

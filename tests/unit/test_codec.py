@@ -91,12 +91,12 @@ def test_a_group_keeps_all_it_has() -> None:
         confidence=np.array([2.5, 1.5], np.float32),
         raw_logp=np.array([-0.2, -0.7], np.float32),
         last_hidden=np.array([1.0, np.float32(1) / 3], np.float32),
-        decisions=[Decision("arrol", Token(2), decided(True, overridden=0.1), 1)],
+        decisions=[Decision("arrol", Token(2), decided(True, override_probability=0.1), 1)],
         agent="solver",
         later=[Segment(1, (3, 4, 5, 9), "critic"), Segment(2, (8,))],
     )
     bare = Rollout(1, (), *(np.empty(0, t) for t in (np.int64, bool, np.float32, np.int32)), greedy=True)
-    verdict = Verdict(True, "audit: too easy", 0.4, overridden=0.2)
+    verdict = Verdict(True, "audit: too easy", 0.4, override_probability=0.2)
     group = Group(
         Visit(7, 2, PROMPTS[3], verdict),
         [full, bare, replace(full, sibling=2, agent="", later=[Segment(2, (7,) * 9)])],
@@ -198,7 +198,7 @@ def test_an_overridden_visit_in_flight_keeps_its_override() -> None:
     selector = build("backoff", PROMPTS, epsilon=1.0)
     selector.part.z_N[:], selector.part.kind_N[:] = 9, EASY
     visits = selector.select(3)
-    assert [v.verdict.overridden for v in visits] == [1.0] * 3
+    assert [v.verdict.override_probability for v in visits] == [1.0] * 3
     resumed = build("backoff", PROMPTS, epsilon=1.0)
     resumed.load_state_dict(travelled(selector.state_dict()))
     for visit in visits:

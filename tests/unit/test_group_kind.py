@@ -43,7 +43,7 @@ def tally_of(*outcomes: Outcome) -> Tally:
 def test_group_sizes_see_the_share_without_what_audits_forced() -> None:
     tally = tally_of(MIXED, HARD)
     forced = of(HARD)
-    forced.visit = replace(forced.visit, verdict=Verdict(True, "audit: skipped", 0.1, overridden=0.1))
+    forced.visit = replace(forced.visit, verdict=Verdict(True, "audit: skipped", 0.1, override_probability=0.1))
     tally.finished(forced)
     metrics = tally.metrics()
     assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)

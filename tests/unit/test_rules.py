@@ -177,8 +177,8 @@ def test_chances_to_come_through_several_decisions_multiply_to_survival() -> Non
                 assert chance == pytest.approx(0.36 + 0.64 * epsilon)
             if first is cut and second is cut and taken[-1].verdict.keep:
                 both += 1
-                assert [d.verdict.overridden for d in taken] == [epsilon, epsilon], "one draw for both"
-            keep_overridden += first is keep and taken[-1].verdict.overridden is not None
+                assert [d.verdict.override_probability for d in taken] == [epsilon, epsilon], "one draw for both"
+            keep_overridden += first is keep and taken[-1].verdict.override_probability is not None
     assert 60 < both < 140, "one draw a group: 0.25 of 400"
     assert 60 < keep_overridden < 140
 
@@ -190,7 +190,7 @@ def test_an_override_keeps_the_probability_it_was_drawn_with() -> None:
     asked = GroupView(visit, EnvStep(2), ((),), ((),), (True,), decisions=(drawn,))
     named = NamedRule("g", Deterministic(Verdict(False, "cut")), Overrides("g", 0, 1e-9))
     (later,) = named.decide([asked])
-    assert (later.verdict.keep, later.verdict.overridden, later.verdict.probability) == (True, 0.5, 1.0)
+    assert (later.verdict.keep, later.verdict.override_probability, later.verdict.probability) == (True, 0.5, 1.0)
     others = Decision("h", EnvStep(1), drawn.verdict, 1)
     asked = GroupView(visit, EnvStep(2), ((),), ((),), (True,), decisions=(others,))
     (later,) = named.decide([asked])

@@ -169,7 +169,7 @@ def _decision(d: Decision, r: Rollout, places: Sequence[tuple[int, Turn]], token
             (n,) = _lengths(tokenizer, [r.token_ids[turn.start : min(turn.stop, turn.start + d.at.n)]])
             char += min(n, len(turn.action))
     numbers = {k: _rounded(float(e), 4) for k, e in v.evidence.items() if isinstance(e, int | float | np.number)}
-    said = {"keep": v.keep, "reason": v.reason, "probability": v.probability, "overridden": v.overridden}
+    said = {"keep": v.keep, "reason": v.reason, "probability": v.probability, "overridden": v.override_probability}
     return {"gate": d.gate, **point, "char": char, **said, "evidence": numbers}
 
 

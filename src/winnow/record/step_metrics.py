@@ -83,7 +83,7 @@ class Tally:
             self.rewarded_sizes.append(len(siblings))
         kind = self.judge.kind(group)
         self.kinds[kind] += 1
-        self.forced[kind] += group.visit.verdict.overridden is not None
+        self.forced[kind] += group.visit.verdict.override_probability is not None
         if len(rewards) > 1:
             distinct = {rollout.token_ids.tobytes() for rollout in siblings if rollout.reward is not None}
             self.distinct.append(len(distinct) / len(rewards))

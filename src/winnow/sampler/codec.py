@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -36,7 +36,8 @@ PACKED = "packed"
 ARRAYS = ("token_ids", "action_mask", "sampler_logp", "versions", "confidence", "raw_logp", "last_hidden")
 """Array fields of a rollout. Those of a whole group are packed as one."""
 _TURN = tuple(f.name for f in fields(Turn))
-_VERDICT = tuple(f.name for f in fields(Verdict))
+_VERDICT = {f.name: "overridden" if f.name == "override_probability" else f.name for f in fields(Verdict)}
+"""Field of a verdict -> its key in checkpoints."""
 _PLAIN = tuple(f.name for f in fields(Rollout) if f.name not in (*ARRAYS, "prompt_ids", "turns", "decisions", "later"))
 
 
@@ -67,8 +68,7 @@ def job_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> Jo
 
 def visit_state(visit: Visit) -> list[Any]:
     """Encode a visit as plain JSON values; its prompt by ordinal."""
-    verdict = {name: getattr(visit.verdict, name) for name in _VERDICT}
-    return [visit.number, visit.epoch, visit.prompt.ordinal, _plain(verdict)]
+    return [visit.number, visit.epoch, visit.prompt.ordinal, _verdict_state(visit.verdict)]
 
 
 def visit_from(state: Sequence[Any], prompts: Prompts) -> Visit:
@@ -157,7 +157,7 @@ def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], left: I
 
 def _decision_state(decision: Decision) -> dict[str, Any]:
     at = ["token", decision.at.n] if isinstance(decision.at, Token) else ["step", decision.at.k]
-    return {"gate": decision.gate, "at": at, "verdict": _plain(asdict(decision.verdict)), "turn": decision.turn}
+    return {"gate": decision.gate, "at": at, "verdict": _verdict_state(decision.verdict), "turn": decision.turn}
 
 
 def _decision_from(state: Mapping[str, Any]) -> Decision:
@@ -166,8 +166,13 @@ def _decision_from(state: Mapping[str, Any]) -> Decision:
     return Decision(state["gate"], at, _verdict_from(state["verdict"]), state["turn"])
 
 
+def _verdict_state(verdict: Verdict) -> dict[str, Any]:
+    return {key: _plain(getattr(verdict, name)) for name, key in _VERDICT.items()}
+
+
 def _verdict_from(state: Mapping[str, Any]) -> Verdict:
-    verdict = Verdict(**_real(state))
+    names = {key: name for name, key in _VERDICT.items()}
+    verdict = Verdict(**{names.get(key, key): value for key, value in _real(state).items()})
     return replace(verdict, counts_as=GroupKind(verdict.counts_as))
 
 

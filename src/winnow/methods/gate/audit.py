@@ -7,7 +7,7 @@ group shows the signal that would have been lost. `estimates.py` extends these f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -15,12 +15,12 @@ import numpy as np
 from pydantic import Field
 
 from ...base.state import State, Stateful, at
-from ...types import Decision, Fate, Group, GroupKind, Token, Verdict
+from ...types import KEEP, Fate, Group, GroupKind, Token, Verdict
 from ..agents import by_agent
 from ..group_kind import GroupJudge
 from .base import Gate, NamedRule, of_gate
 from .estimates import Sum, Sums
-from .overrides import OVERRIDE, Overrides, keep_probability, survival
+from .overrides import OVERRIDE, Overrides, first_override, keep_probability, survival
 
 WINDOW = 25
 """Steps after which a removal counts e times less for the controller."""
@@ -94,8 +94,9 @@ class RuleAudit(Stateful):
         for sums in (self.whole, self.recent):
             sums.kept_signal += float(signal)
 
-    def _book(self, probability: float | None, signal: float, tokens: float) -> None:
-        """Record what a removal would have taken; `probability`: of its override, None if the rule let it pass."""
+    def _book(self, verdict: Verdict, signal: float, tokens: float) -> None:
+        """Record the end of what the rule let pass, or would have removed without an override."""
+        probability = verdict.override_probability
         if probability is None:
             self.kept(signal)
         else:
@@ -165,22 +166,18 @@ class StopAudit(RuleAudit):
         if signal_G is None:
             return
         if not taken or not isinstance(taken[0].at, Token):
-            override = _override(taken)
-            later = [turn for rollout in group.rollouts for turn in rollout.turns[override[1] if override else 0 :]]
+            override = first_override(taken)
+            start = override.turn if override else 0
+            later = [turn for rollout in group.rollouts for turn in rollout.turns[start:]]
             tokens = float(sum(turn.stop - turn.start for turn in later))
-            self._book(override and override[0], float(signal_G.sum()), tokens)
+            self._book(override.verdict if override else KEEP, float(signal_G.sum()), tokens)
             return
         for rollout, signal in zip(group.rollouts, signal_G.tolist(), strict=True):
             if rollout.fate != Fate.FAILED:
-                override = _override(of_gate(rollout.decisions, self.name))
-                start = rollout.turns[override[1]].start + taken[0].at.n if override else 0
-                self._book(override and override[0], signal, float(rollout.action_mask[start:].sum()))
-
-
-def _override(decisions: Sequence[Decision]) -> tuple[float, int] | None:
-    """Return the probability of the first override among decisions, and the turns finished by then."""
-    found = [(d.verdict.overridden, d.turn) for d in decisions if d.verdict.overridden is not None]
-    return found[0] if found else None
+                override = first_override(of_gate(rollout.decisions, self.name))
+                start = rollout.turns[override.turn].start + taken[0].at.n if override else 0
+                tokens = float(rollout.action_mask[start:].sum())
+                self._book(override.verdict if override else KEEP, signal, tokens)
 
 
 class SkipAudit(RuleAudit):
@@ -203,12 +200,12 @@ class SkipAudit(RuleAudit):
         if not drawn:
             self.removed(self.probability)
             return Verdict(False, verdict.reason, 1 - p)
-        return Verdict(True, f"audit: {verdict.reason}", p, overridden=self.probability)
+        return Verdict(True, f"audit: {verdict.reason}", p, override_probability=self.probability)
 
     def observe_group(self, group: Group, signal_G: np.ndarray | None) -> None:
         if signal_G is not None:
             tokens = float(sum(r.action_mask.sum() for r in group.rollouts))
-            self._book(group.visit.verdict.overridden, float(signal_G.sum()), tokens)
+            self._book(group.visit.verdict, float(signal_G.sum()), tokens)
 
 
 @dataclass(frozen=True)

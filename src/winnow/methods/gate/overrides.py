@@ -41,7 +41,8 @@ class Overrides:
         A rollout passes all decisions with `survival(p, epsilon)`, p its chance to pass the rule alone. The verdict's
         probability is the factor of this decision on that chance.
         """
-        overridden = next((d.verdict.overridden for d in earlier if d.verdict.overridden is not None), None)
+        override = first_override(earlier)
+        overridden = None if override is None else override.verdict.override_probability
         if not verdict.keep and overridden is None:
             key = [view.visit.prompt.ordinal, view.visit.epoch]
             *before, last = key if view.sibling is None else [*key, view.sibling]
@@ -57,9 +58,14 @@ class Overrides:
             keep=goes_on,
             reason=verdict.reason if verdict.keep or not goes_on else f"audit: {verdict.reason}",
             probability=survives if goes_on else 1 - survives,
-            overridden=None if verdict.keep else overridden,
+            override_probability=None if verdict.keep else overridden,
             evidence={**verdict.evidence, ALONE: p, OVERRIDE: epsilon},
         )
+
+
+def first_override(decisions: Sequence[Decision]) -> Decision | None:
+    """Return the first decision that an audit overrode."""
+    return next((d for d in decisions if d.verdict.override_probability is not None), None)
 
 
 ALONE, OVERRIDE = "kept_alone", "override_probability"

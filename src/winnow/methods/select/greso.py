@@ -130,7 +130,7 @@ class GresoSelector(TraceSelector):
         """Count for the controller the visits it let through; forced ones would be read as exploration."""
         if kind is GroupKind.UNKNOWN and group.verdict.keep:
             kind = GroupKind.HARD  # as in the trace
-        if group.visit.verdict.overridden is None:
+        if group.visit.verdict.override_probability is None:
             self.seen[JUDGED.index(kind)] += share_seen(group) if group.verdict.keep else 1
 
     def end_step(self) -> None:

@@ -43,6 +43,8 @@ class StreamSelector(LearningMethod):
         self.probe: int | None = None
         """Siblings that every group has, where the others are rolled out later or never."""
         self.visits = 0
+        self.kept_at = -1
+        """Number of the last visit that the selector kept by itself, without an audit."""
         self.skipped = 0
         """Visits skipped since the last `end_step`."""
         self._order, self._order_epoch = self._order_of(0), 0
@@ -84,6 +86,8 @@ class StreamSelector(LearningMethod):
             passed = int(kept[-1]) + 1 if len(kept) == missing else len(ordinals)
             ordinals, own, drawn = ordinals[:passed], own[:passed], drawn[:passed]
             verdicts = self.verdicts(ordinals, own)
+            if own.any():
+                self.kept_at = self.visits + int(np.flatnonzero(own)[-1])
             if audit is not None:
                 verdicts = [audit.decide(*each) for each in zip(verdicts, drawn.tolist(), strict=True)]
             for ordinal, verdict in zip(ordinals.tolist(), verdicts, strict=True):
@@ -95,7 +99,10 @@ class StreamSelector(LearningMethod):
         return visits
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        """Return bool [N]: which visits to roll out. A function of the state and of (seed, ordinal, epoch) only."""
+        """Return bool [N]: which visits to roll out. A function of the state and of (seed, ordinal, epoch) only.
+
+        It changes no state, since fewer visits may be taken than it decides about; `select` counts those.
+        """
         return np.ones(len(ordinals_N), dtype=bool)
 
     def draws(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:

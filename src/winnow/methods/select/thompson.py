@@ -60,12 +60,13 @@ class ThompsonSelector(StreamSelector):
         self.right_N = np.zeros(len(prompts), np.float32)
         self.wrong_N = np.zeros(len(prompts), np.float32)
         """Rollouts of each prompt; the prior, Beta(1, 1), is not counted."""
-        self.kept_at = -1
-        """Number of the last visit that was kept: the rest of its set is skipped."""
         self._predictions = Predictions()
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
-        """Decide by whole sets of candidates, which begin at multiples of `candidates` in the epoch's order."""
+        """Decide by whole sets of candidates, which begin at multiples of `candidates` in the epoch's order.
+
+        The rest of the set of `kept_at` is skipped.
+        """
         n = self.options.candidates
         start = self.visits % len(self.prompts)
         begun = self.visits - start
@@ -81,11 +82,6 @@ class ThompsonSelector(StreamSelector):
             if chosen < len(ordinals_N):
                 keeps_N[chosen] = True
         return keeps_N
-
-    def verdicts(self, ordinals_N: np.ndarray, keeps_N: np.ndarray) -> list[Verdict]:
-        if keeps_N.any():
-            self.kept_at = self.visits + int(np.flatnonzero(keeps_N)[-1])
-        return super().verdicts(ordinals_N, keeps_N)
 
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         return (
