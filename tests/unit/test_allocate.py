@@ -68,7 +68,7 @@ def test_a_size_is_the_best_for_its_price(value: Literal["signal", "knapsack"]) 
         sizing.posteriors.a_N[0], sizing.posteriors.b_N[0] = a, b
         sizing.log_price = float(np.log(rng.uniform(1e-4, 1e-2)))
         price = np.exp(sizing.log_price)
-        (a,), (b,) = sizing.posteriors.of(np.array([0]))
+        (a,), (b,) = sizing.posteriors.for_prompts(np.array([0]))
         value_of = {"signal": signal_value, "knapsack": knapsack_value}[value]
         worth = [value_of(a, b, size) - price * size for size in range(2, 10)]
         assert sizing.size_for(PROMPTS[0]) == 2 + int(np.argmax(worth))
@@ -112,7 +112,7 @@ def test_failed_rollouts_are_absent() -> None:
     sizing.observe_group(make_group(0, [None, None, None]))
     assert not sizing.posteriors.a_N.any()
     sizing.observe_group(make_group(0, [None, 1.0, 0.0]))
-    a, b = sizing.posteriors.of(np.array([0]))
+    a, b = sizing.posteriors.for_prompts(np.array([0]))
     assert a + b == pytest.approx([2 + Allocate.strength])
 
 

@@ -11,9 +11,9 @@ import torch
 
 from winnow.config import ConfigError
 from winnow.learner.rows import rows_of
+from winnow.methods.gate.arrol.calibration import survival_factor
 from winnow.methods.gate.arrol.gate import Arrol, _sampled_after
 from winnow.methods.gate.arrol.rule import forced_beyond
-from winnow.methods.gate.calibration import survival_factor
 from winnow.types import Decision, Group, Prompt, Token, Turn, Verdict, Visit
 
 from ..builders.arrol import H, built, group_of, play, rollout, view

@@ -16,7 +16,7 @@ from winnow.base.array_json import pack
 from winnow.methods.gate.arrol.gate import Arrol
 from winnow.methods.gate.arrol.head import FILE, Example, HeadWeights, QualityHead
 from winnow.methods.gate.arrol.stats import Realised
-from winnow.methods.predictions import auroc
+from winnow.methods.posterior import auroc
 
 from ..builders.arrol import H, built, play
 

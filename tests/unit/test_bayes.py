@@ -77,12 +77,12 @@ def test_who_is_always_or_never_solved_is_rolled_out_rarely_and_who_is_new_alway
 def test_a_posterior_grows_less_sure_while_the_policy_changes_and_keeps_its_mean() -> None:
     chosen = selector(forget=0.5)
     chosen.observe_group(make_group(0, [0.0] * 8))
-    before = chosen.posteriors.of(np.array([0, 1]))
+    before = chosen.posteriors.for_prompts(np.array([0, 1]))
     assert before[0] + before[1] == pytest.approx([Bayes.strength + 8, Bayes.strength])
     mean = before[0][0] / (before[0][0] + before[1][0])
     for wanted in (4.75, 2.375, 1.5, 1.5):
         chosen.end_step()
-        a, b = chosen.posteriors.of(np.array([0, 1]))
+        a, b = chosen.posteriors.for_prompts(np.array([0, 1]))
         assert a + b == pytest.approx([wanted, Bayes.strength])
         assert a[0] / (a[0] + b[0]) == pytest.approx(mean)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from winnow.base.array_json import pack
-from winnow.methods.gate.calibration import BinnedPosterior, bin_of, survival_probabilities
+from winnow.methods.gate.arrol.calibration import BinnedPosterior, bin_of, survival_probabilities
 
 
 def test_the_posterior_is_bayes_rule_with_laplace_smoothing() -> None:

@@ -20,8 +20,7 @@ from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.gate import GATES, GateContext
 from winnow.methods.gate.audit import StopAudit
 from winnow.methods.gate.divergence import Divergence, DivergenceRule
-from winnow.methods.gate.recording import rows_of
-from winnow.methods.gate.signals import SIGNALS
+from winnow.methods.gate.signals import SIGNALS, table_rows
 from winnow.methods.group_kind import GroupJudge
 from winnow.record.ledger import Ledger
 from winnow.record.step_metrics import Tally
@@ -305,7 +304,7 @@ def test_half_an_action_is_no_step(policy: Any, k: int) -> None:
         half += sum(len(own) == k - 1 and len(r.turns) == k for own, r in zip(whole, group.rollouts, strict=True))
         assert [len(a) for a in view.actions] == [min(len(own), k) for own in whole]
         assert {action for actions in view.actions for action in actions} <= {"look"}, "no fragment is compared"
-        (row,) = rows_of(group, [k])
+        (row,) = table_rows(group, [k])
         (verdict,) = (d.verdict for d in group.decisions if d.gate == "divergence")
         ended = sum(len(own) < k for own in whole) / 8
         assert row["termination_fraction"] == ended

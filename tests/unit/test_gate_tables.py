@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from winnow.config import ConfigError, validate
 from winnow.env.row_files import DataError
-from winnow.methods.gate.recording import rows_of
+from winnow.methods.gate.signals import table_rows
 from winnow.record.records import Records
 from winnow.study.gate_tables import read_recorded
 from winnow.types import Fate, Turn
@@ -29,21 +29,21 @@ def test_rows_of_a_group_can_be_read_back(tmp_path: Path) -> None:
         for i, rollout in enumerate(group.rollouts):
             names = "abc" if number == 0 and i == 0 else "abd"
             rollout.turns = [Turn(f"Thought. {a}", "o", 0, 1, "eos", canonical=a, taken=True) for a in names]
-        rows += rows_of(group, [2, 3])
+        rows += table_rows(group, [2, 3])
     recorded = read_recorded(write(tmp_path / "g.parquet", rows))
     assert recorded[3].zero_N.tolist() == [False, True, True]
     assert recorded[3].signals["prefix_edit_distance"].tolist() == pytest.approx([1 / 3, 0, 0])
     assert recorded[2].signals["prefix_edit_distance"].tolist() == [0, 0, 0]
     assert recorded[2].columns["steps_k"].tolist() == [4, 4, 4]
     with pytest.raises(ValueError, match="visit 7: fewer than two members have a reward"):
-        rows_of(make_group(7, [1.0, None]), [2])
+        table_rows(make_group(7, [1.0, None]), [2])
 
 
 def test_equal_variances_are_ties() -> None:
     """In any order of the siblings, and for as many right as wrong ones: a last digit would rank them."""
     for right in range(1, 7):
         orders = [[float(i in places) for i in range(7)] for places in itertools.combinations(range(7), right)]
-        found = {rows_of(make_group(0, rewards), [1])[0]["reward_var"] for rewards in orders}
+        found = {table_rows(make_group(0, rewards), [1])[0]["reward_var"] for rewards in orders}
         assert found == {right * (7 - right) / 49}
 
 
@@ -57,16 +57,16 @@ def test_a_stopped_sibling_is_absent_from_every_signal(fate: Fate, stopped: int)
         rollout.turns = whole[:]
         if rollout.reward is None:  # in its third turn
             rollout.turns, rollout.fate = [*whole[:2], Turn("c-", None, 0, 1, "cancelled")], fate
-    rows = rows_of(group, [1, 2, 3, 5])
+    rows = table_rows(group, [1, 2, 3, 5])
     assert [row["prefix_edit_distance"] for row in rows] == [0, 0, 0, 0]
     assert [row["termination_fraction"] for row in rows] == [0, 0, 0, 0]
     assert [row["unique_prefix_ratio"] for row in rows] == [1 / 8, 1 / 8, 1 / (8 - stopped), 1 / (8 - stopped)]
     assert (rows[2]["reward_var"], rows[2]["steps"], rows[2]["steps_k"]) == (0, 6 * (8 - stopped), 3 * (8 - stopped))
     group.rollouts[-1].reward, group.rollouts[-1].fate = None, Fate.CUT
     with pytest.raises(ValueError, match="its group was stopped"):
-        rows_of(group, [2])
+        table_rows(group, [2])
     with pytest.raises(ValueError, match="fewer than two"):
-        rows_of(make_group(0, [1.0]), [2])
+        table_rows(make_group(0, [1.0]), [2])
 
 
 # Hostile input.
@@ -160,10 +160,10 @@ def test_a_group_weighs_the_inverse_of_its_chance() -> None:
     group = make_group(0, [1.0, 0.0])
     for rollout in group.rollouts:
         rollout.turns, rollout.survival_p = [Turn("a", "o", 0, 1, "eos", taken=True)], 0.2
-    assert rows_of(group, [1])[0]["weight"] == 5.0
+    assert table_rows(group, [1])[0]["weight"] == 5.0
     group.rollouts[0].survival_p = 1.0
     with pytest.raises(ValueError, match="unlike chances"):
-        rows_of(group, [1])
+        table_rows(group, [1])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from winnow.base.weights import StateWeights
 from winnow.methods.gate import GateContext, NamedRule, rule_from
-from winnow.methods.gate.overrides import Overrides
+from winnow.methods.gate.base import Overrides
 from winnow.methods.gate.random_cut import RandomCut
 from winnow.run.serve import alone_on
 from winnow.sampler import Processes, SamplersLostError, pool

@@ -23,7 +23,7 @@ from winnow.methods.gate import (
     rule_from,
     rule_state,
 )
-from winnow.methods.gate.overrides import ALONE, OVERRIDE, Overrides
+from winnow.methods.gate.base import ALONE, OVERRIDE, Overrides
 from winnow.types import Decision, EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
 
 from ..builders.arrol import rollout, view

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from winnow.base.array_json import Packed, pack
 from winnow.base.state import State, StateError, at
-from winnow.methods.gate.window import INTS, Columns, Window
+from winnow.methods.gate.arrol.calibration import INTS, Columns, Window
 
 
 @given(st.integers(1, 7), st.lists(st.integers(0, 9), max_size=8))

@@ -2,6 +2,7 @@
 
 Each prompt begins with the run's mean rate, worth `strength` rollouts, and counts its right and wrong ones. While the
 policy changes a posterior becomes less sure, but keeps its mean: a prompt never solved rarely is the next time.
+`Predictions` compares the posteriors with the groups that followed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic import Field, NonNegativeFloat
 from ..base.array_json import Packed
 from ..base.state import Count, State, Stateful
 from ..types import Group, GroupKind
+from .base import Chart
 from .group_kind import GroupJudge
 
 
@@ -71,7 +73,7 @@ class Posteriors(Stateful):
     def axes(self) -> dict[str, int]:
         return {"prompts": len(self.a_N)}
 
-    def of(self, ordinals_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def for_prompts(self, ordinals_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a and b of the prompts' Beta posteriors, float64 [N]."""
         a_N, b_N = self.a_N[ordinals_N].astype(np.float64), self.b_N[ordinals_N].astype(np.float64)
         worth_N = a_N + b_N
@@ -89,7 +91,7 @@ class Posteriors(Stateful):
     def add(self, ordinal: int, right: float, wrong: float) -> None:
         """Count rollouts of a prompt."""
         ordinals = np.array([ordinal])
-        a, b = self.of(ordinals)
+        a, b = self.for_prompts(ordinals)
         self.a_N[ordinals], self.b_N[ordinals] = a + right, b + wrong
         self.seen_at_N[ordinals] = self.step
         self.all_right, self.all_rollouts = self.all_right + right, self.all_rollouts + right + wrong
@@ -99,3 +101,61 @@ class Posteriors(Stateful):
         self.step += 1
         self.all_right = 1 + (self.all_right - 1) * self.forget
         self.all_rollouts = 2 + (self.all_rollouts - 2) * self.forget
+
+
+class Predictions:
+    """Chances that groups are mixed, by the posteriors of their pass rates, and which of them are."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[float, bool]] = []
+
+    def add(self, group: Group, a: np.ndarray, b: np.ndarray, judge: GroupJudge, probe: int | None = None) -> None:
+        """Compare a finished group with the posterior before it, Beta(a, b), arrays of one number.
+
+        `probe`: only so many siblings count. The others are there only if these are mixed, and would tell what was to
+        be predicted.
+        """
+        rewards = [r.reward for r in group.siblings[:probe] if r.reward is not None]
+        kind = judge.of_rewards(rewards)
+        if kind is not GroupKind.NOT_JUDGED:
+            self._pairs.append((mixed_probability(a, b, len(rewards)).item(), kind is GroupKind.SIGNAL))
+
+    def clear(self) -> None:
+        self._pairs = []
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Return the mean chance, the share of mixed groups, the Brier score, and the AUROC where there are both kinds.
+
+        Only of groups that were rolled out: those that a selector prefers.
+        """
+        if not self._pairs:
+            return {}
+        chance_N, mixed_N = np.array([chance for chance, _ in self._pairs]), np.array([m for _, m in self._pairs])
+        metrics = {
+            f"{name}/predicted": float(chance_N.mean()),
+            f"{name}/mixed": float(mixed_N.mean()),
+            f"{name}/brier": float(((chance_N - mixed_N) ** 2).mean()),
+        }
+        if 0 < mixed_N.sum() < len(mixed_N):
+            metrics[f"{name}/auroc"] = auroc(chance_N, mixed_N)
+        return metrics
+
+
+def charts(name: str) -> list[Chart]:
+    """Return the charts of `Predictions.metrics`."""
+    shares = {f"{name}/predicted": "predicted", f"{name}/mixed": "observed"}
+    quality = {f"{name}/auroc": "AUROC", f"{name}/brier": "Brier score"}
+    return [
+        Chart("Mixed groups among those rolled out", shares, share=True),
+        Chart("How well mixed groups are predicted", quality, share=True),
+    ]
+
+
+def auroc(score_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray | None = None) -> float:
+    """Return the chance that a true one scores above a false one, ties counted half; needs both kinds."""
+    weight_N = np.ones(len(score_N)) if weight_N is None else weight_N
+    values, index_N = np.unique(score_N, return_inverse=True)
+    positive_M = np.bincount(index_N, weight_N * label_N, minlength=len(values))
+    negative_M = np.bincount(index_N, weight_N * ~label_N, minlength=len(values))
+    below_M = np.cumsum(negative_M) - negative_M / 2
+    return float(positive_M @ below_M / (positive_M.sum() * negative_M.sum()))

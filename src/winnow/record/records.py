@@ -14,7 +14,7 @@ from ..base.errors import ExpectedError
 from ..base.files import bytes_of, from_json, private_file
 from ..base.redact import redact
 from ..config import RunConfig, from_saved
-from ..methods.gate.recording import rows_of
+from ..methods.gate.signals import table_rows
 from ..methods.group_kind import GroupJudge
 from ..types import Group
 from .ledger import Ledger
@@ -164,7 +164,7 @@ class Records:
         if self._gate_steps:
             whole = [g for g in groups if sum(r.reward is not None for r in g.siblings) > 1]
             whole = [g for g in whole if len({r.survival_p for r in g.siblings}) == 1]
-            rows = (row for group in whole for row in rows_of(group, self._gate_steps, judge))
+            rows = (row for group in whole for row in table_rows(group, self._gate_steps, judge))
             # Without gates only a group size sets chances, and the groups that it stops are among the rows.
             self._append(GATE, rows if self.config.gates else (row | {"weight": 1.0} for row in rows))
 

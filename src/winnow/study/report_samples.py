@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ..base.sanitize import plain, visible
-from ..methods.gate.overrides import ALONE, OVERRIDE
+from ..methods.gate.base import ALONE, OVERRIDE
 
 SAMPLE_KEYS = (
     "step",

@@ -12,8 +12,7 @@ from .grpo import Grpo, grpo
 from .in_update import InUpdate
 from .max_at_k import MaxAtK, max_at_k
 from .opo import Opo, opo
-from .opob import Opob
-from .optimal_baseline import optimal_baseline
+from .opob import Opob, optimal_baseline
 from .otb import Otb
 from .reinforce_pp import ReinforcePP, reinforce_pp
 from .remax import ReMax

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ._arrays import no_signal, present, zeros_where_present
-from ._base import Advantage
+from ._base import Advantage, no_signal, present, zeros_where_present
 
 
 def dr_grpo(rewards_G: np.ndarray) -> np.ndarray:

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ._arrays import no_signal, present, zeros_where_present
-from ._base import Advantage
+from ._base import Advantage, no_signal, present, zeros_where_present
 
 
 def grpo(rewards_G: np.ndarray, eps: float = 1e-6, ddof: int = 0) -> np.ndarray:

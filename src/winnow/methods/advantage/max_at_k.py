@@ -7,8 +7,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
-from ._arrays import no_signal, present, zeros_where_present
-from ._base import Advantage
+from ._base import Advantage, no_signal, present, zeros_where_present
 
 ROUNDING = 1e-12
 """Differences of two means below this, relative to the rewards, are rounding."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...types import Group
-from ._arrays import no_signal, present, zeros_where_present
-from ._base import Advantage
+from ._base import Advantage, no_signal, present, zeros_where_present
 
 
 def opo(rewards_G: np.ndarray, tokens_G: np.ndarray) -> np.ndarray:

@@ -9,8 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...types import Group
-from ._arrays import no_signal, present, zeros_where_present
-from ._base import Advantage
+from ._base import Advantage, no_signal, present, zeros_where_present
 
 
 def reinforce_pp(rewards_N: np.ndarray, tokens_N: np.ndarray, eps: float = 1e-6) -> np.ndarray:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .bounded import Bounded
-from .ratios import Evidence, weight
+from .ratios import Bounded, Evidence, weight
 
 if TYPE_CHECKING:
     import torch

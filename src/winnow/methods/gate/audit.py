@@ -18,9 +18,8 @@ from ...base.state import State, Stateful, at
 from ...types import KEEP, Fate, Group, GroupKind, Token, Verdict
 from ..agents import by_agent
 from ..group_kind import GroupJudge
-from .base import Gate, NamedRule, of_gate
+from .base import OVERRIDE, Gate, NamedRule, Overrides, first_override, keep_probability, of_gate, survival
 from .estimates import Sum, Sums
-from .overrides import OVERRIDE, Overrides, first_override, keep_probability, survival
 
 WINDOW = 25
 """Steps after which a removal counts e times less for the controller."""

@@ -18,8 +18,7 @@ from ...base.state import Probability, State
 from ...types import Group, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
-from ..posterior import Posteriors, counts, mixed_probability
-from ..predictions import Predictions, charts
+from ..posterior import Posteriors, Predictions, charts, counts, mixed_probability
 from .stream import StreamSelector, StreamState
 
 
@@ -69,14 +68,14 @@ class BayesSelector(StreamSelector):
         """Return the probability to roll out each prompt, float64 [N]; 1 for one as promising as a new prompt."""
         prior_a, prior_b = self.posteriors.prior()
         unseen = mixed_probability(np.array([prior_a]), np.array([prior_b]), self.size)
-        keep_N = mixed_probability(*self.posteriors.of(ordinals_N), self.size) / unseen
+        keep_N = mixed_probability(*self.posteriors.for_prompts(ordinals_N), self.size) / unseen
         return np.clip(keep_N**self.options.power, self.options.floor, 1.0)
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         return self.draws(ordinals_N, epoch) < self.keep_probability(ordinals_N)
 
     def verdicts(self, ordinals_N: np.ndarray, keeps_N: np.ndarray) -> list[Verdict]:
-        p_N, (a_N, b_N) = self.keep_probability(ordinals_N), self.posteriors.of(ordinals_N)
+        p_N, (a_N, b_N) = self.keep_probability(ordinals_N), self.posteriors.for_prompts(ordinals_N)
         return [
             Verdict(True, probability=p) if keep else Verdict(False, f"bayes: a pass rate of about {rate:.2f}", 1 - p)
             for keep, p, rate in zip(*(x.tolist() for x in (keeps_N, p_N, a_N / (a_N + b_N))), strict=True)
@@ -86,7 +85,7 @@ class BayesSelector(StreamSelector):
         right, wrong = counts(group, self.judge)
         if right + wrong < 2:
             return
-        a, b = self.posteriors.of(np.array([group.prompt.ordinal]))
+        a, b = self.posteriors.for_prompts(np.array([group.prompt.ordinal]))
         self._predictions.add(group, a, b, self.judge, self.probe)
         self._sizes.append(len(group.siblings))
         self.posteriors.add(group.prompt.ordinal, right, wrong)

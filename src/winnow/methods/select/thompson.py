@@ -18,8 +18,7 @@ from ...base.state import Probability, State
 from ...types import KEEP, Group, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
-from ..posterior import counts
-from ..predictions import Predictions, charts
+from ..posterior import Predictions, charts, counts
 from .stream import SELECT_STREAM, StreamSelector, StreamState
 
 

@@ -110,7 +110,7 @@ class AllocatedSize(GroupSize):
         self.posteriors = Posteriors(len(prompts), forget=self.options.forget, strength=self.options.strength)
 
     def size_for(self, prompt: Prompt) -> int:
-        a, b = self.posteriors.of(np.array([prompt.ordinal]))
+        a, b = self.posteriors.for_prompts(np.array([prompt.ordinal]))
         gains_S = self._gains(float(a[0]), float(b[0]))
         if self.log_price is None:
             last = self.mean - self.smallest

@@ -16,8 +16,18 @@ from ....base.state import Count, Probability, State
 from ....types import Decision, Fate, Group, Rollout, Token
 from ...base import Chart, RunFacts
 from ..base import Gate, GateContext
-from ..calibration import BINS, BinnedPosterior, PosteriorState, bin_of, survival_factor, survival_probabilities
-from ..window import FLOATS, INTS, Columns, Window
+from .calibration import (
+    BINS,
+    FLOATS,
+    INTS,
+    BinnedPosterior,
+    Columns,
+    PosteriorState,
+    Window,
+    bin_of,
+    survival_factor,
+    survival_probabilities,
+)
 from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_logp
 from .rule import ArrolRule
 from .stats import Realised

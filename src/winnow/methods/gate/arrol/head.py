@@ -21,7 +21,7 @@ from ....base.noise import noise_key
 from ....base.state import Count, Loose, State, at
 from ....types import Rollout
 from ..base import Array
-from ..window import FLOATS, TRUTHS, Columns, Window
+from .calibration import FLOATS, TRUTHS, Columns, Window
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ import numpy as np
 from ....base.noise import as_tensor, noise_key, uniform
 from ....types import GroupView, Token, Verdict
 from ..base import Array
-from ..calibration import bin_of
+from .calibration import bin_of
 from .head import HeadWeights
 
 QUALITY_STREAM = 7

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...predictions import auroc
+from ...posterior import auroc
 
 RELIABILITY_BINS = 10
 
