@@ -13,6 +13,7 @@ from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.ranks import Ranks
 from winnow.methods.correct import M2PO, Truncate
 from winnow.methods.loss import LossConfig
+from winnow.run.resolved import Options, learner_context
 from winnow.study.warm_start import word_tokenizer
 
 from .. import parity
@@ -23,7 +24,8 @@ FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
 
 
 def over(ranks: Ranks, policy: Policy, **changes: Any) -> FsdpLearner:
-    return FsdpLearner(ranks, *ranks.build(policy, config(**changes)))
+    c = config(**changes)
+    return FsdpLearner(ranks, *ranks.build(policy, learner_context(c, Options.from_config(c))))
 
 
 def config(**changes: Any) -> RunConfig:

@@ -23,6 +23,7 @@ from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.optimizer import make_optimizer
 from winnow.methods.loss import LossConfig
+from winnow.run.resolved import Options, learner_context
 
 from .learner_models import random_rows
 
@@ -221,6 +222,6 @@ def test_what_is_missing_is_named(model: LlamaForCausalLM, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("optim", [LOW_BIT[1], "adafactor", "muon", "sgd"])
 def test_ranks_refuse_it(optim: str) -> None:
-    config = validate({"model": "m", "env": "countdown", "optim": optim})
+    c = validate({"model": "m", "env": "countdown", "optim": optim})
     with pytest.raises(ValueError, match=f"learner: fsdp has no optim: {optim}: its ranks cut AdamW's states"):
-        Fsdp().build(None, config)  # type: ignore[arg-type]
+        Fsdp().build(None, learner_context(c, Options.from_config(c)))  # type: ignore[arg-type]

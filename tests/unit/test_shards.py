@@ -24,6 +24,7 @@ from winnow.learner.fsdp.shards import load_shards, save_shards
 from winnow.methods.loss import LossConfig
 from winnow.run.build_policy import build_policy
 from winnow.run.resolve import resolve_here
+from winnow.run.resolved import learner_context
 
 from .learner_models import llama, random_rows
 
@@ -187,13 +188,14 @@ def test_a_rank_that_reads_trains_as_one_process(name: str, tiny_config: dict[st
     learners: list[Any] = []
     for given in (c, c.model_copy(update={"learner": "local"})):
         torch.manual_seed(0)
-        policy = build_policy(resolve_here(given), with_engine=False)[0]
+        r = resolve_here(given)
+        policy, context = build_policy(r, with_engine=False)[0], learner_context(r.config, r.options)
         if given is c:
             rank = Rank(0, 1, 1, "", False, {})
-            rank.build(policy, given, None)
+            rank.build(policy, context, None)
             learners.append(rank.learner)
         else:
-            learners.append(Local().build(policy, given))
+            learners.append(Local().build(policy, context))
     cut, alone = learners
     rows, loss = random_rows(n=4), LossConfig(beta=given.beta)
     for step in range(3):

@@ -1,9 +1,10 @@
 """Learners: compute gradients and update the policy. A new learner needs one file and one line in this table."""
 
 from .base import Learner, LearnerLostError, Policy
+from .context import LearnerContext
 from .fsdp.options import Fsdp
 from .local.options import Local
 
 LEARNERS: dict[str, type] = {"local": Local, "fsdp": Fsdp}
 
-__all__ = ["LEARNERS", "Fsdp", "Learner", "LearnerLostError", "Local", "Policy"]
+__all__ = ["LEARNERS", "Fsdp", "Learner", "LearnerContext", "LearnerLostError", "Local", "Policy"]

@@ -26,7 +26,7 @@ from .build_policy import build_policy
 from .placement import require_places
 from .preflight import check_agreement, check_prompts, require_reuse, require_whole_groups, warn_of_sizes
 from .profile_settings import warn_of_profile
-from .resolved import Resolved, rollout_options
+from .resolved import Resolved, learner_context, rollout_options
 from .trainer_inputs import TrainerInputs
 
 
@@ -192,7 +192,7 @@ def build_rewarder(c: RunConfig, task: Task, given: Sequence[RewardSpec] | None 
 def build_learner(policy: Policy, r: Resolved) -> Learner:
     """Build the learner. Raises ConfigError when the policy cannot be trained as configured."""
     try:
-        learner: Learner = r.options.learner.build(policy, r.config)
+        learner: Learner = r.options.learner.build(policy, learner_context(r.config, r.options))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return learner

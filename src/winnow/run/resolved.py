@@ -17,7 +17,9 @@ from ..config import RunConfig, method, name_of
 from ..engine import ENGINES
 from ..engine.base import SamplingParams
 from ..engine.loading import resolve_device
-from ..learner import LEARNERS
+from ..engine.saving import types_from
+from ..learner import LEARNERS, LearnerContext
+from ..learner.local.learner import LearnerOptions
 from ..methods.tables import TABLES, options_of
 from ..rollout.options import RolloutOptions
 from ..sampler import SYNCS, Processes, SamplerOptions
@@ -180,3 +182,35 @@ def rollout_options(
         "profile": options(train),
         "probe": options(replace(train, max_tokens=min(PROBE_TOKENS, train.max_tokens))),
     }
+
+
+def learner_context(c: RunConfig, options: Options) -> LearnerContext:
+    """Return what the learner is built from. Outside a whole run `auto` means the learner's default."""
+    (advantage,), tokens = options.methods["advantage"], c.tokens_per_microbatch
+    return LearnerContext(
+        LearnerOptions(
+            optim=c.optim,
+            optim_args=c.optim_args,
+            beta1=c.adam_beta1,
+            beta2=c.adam_beta2,
+            eps=c.adam_epsilon,
+            weight_decay=c.weight_decay,
+            max_grad_norm=c.max_grad_norm,
+            compute_dtype=torch.float32 if c.dtype == "auto" else getattr(torch, c.dtype),
+            matmul_precision=c.matmul_precision,
+            gradient_checkpointing=c.gradient_checkpointing is True,
+            deterministic=c.deterministic,
+            tokens_per_microbatch=LearnerOptions.tokens_per_microbatch if tokens == "auto" else tokens,
+            merge_adapters=c.lora is None or c.lora.merge,
+            save_types=types_from(c.save_dtype),
+        ),
+        device=c.device,
+        temperature=c.temperature,
+        top_p=c.top_p,
+        top_k=c.top_k,
+        min_p=c.min_p,
+        repetition_penalty=c.repetition_penalty,
+        lora=c.lora is not None,
+        gradient_baselines=getattr(advantage, "weighing", None) == "gradient",
+        reward_env=c.reward_env,
+    )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from ...base import cluster
-from ...config import RunConfig
 from ..base import LearnerLostError, Policy
+from ..context import LearnerContext
 from ..local.optimizer import WHOLE
 from .learner import FsdpLearner
 
@@ -48,24 +50,24 @@ class Fsdp:
             raise ValueError(f"learner: num_gpus=0: ranks without a GPU cannot use device: {device}; set cpu")
         return cluster.gpus_each(self.num_gpus, device)
 
-    def build(self, policy: Policy, config: RunConfig) -> FsdpLearner:
+    def build(self, policy: Policy, context: LearnerContext) -> FsdpLearner:
         """Build the learner. Raises ValueError if ranks cannot train this, or do not fit the cluster."""
-        if config.dtype == "float16":
+        if context.options.compute_dtype == torch.float16:
             raise ValueError("learner: fsdp has no loss scale for dtype: float16; set dtype: bfloat16 or float32")
-        if config.optim not in WHOLE:
+        if context.options.optim not in WHOLE:
             raise ValueError(
-                f"learner: fsdp has no optim: {config.optim}: its ranks cut AdamW's states among them; set optim: "
-                "adamw_torch_fused, or learner: local"
+                f"learner: fsdp has no optim: {context.options.optim}: its ranks cut AdamW's states among them; set "
+                "optim: adamw_torch_fused, or learner: local"
             )
         from .ranks import Ranks  # torch.distributed takes a while to import
 
         cluster.join("learner", self.ray_address, self.ranks * self.threads)
-        private = cluster.private_environment(config.reward_env)
+        private = cluster.private_environment(context.reward_env)
         size = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         try:
-            ranks = Ranks(self.ranks, self.threads, self.gpus(config.device), self.timeout_s, size, private)
+            ranks = Ranks(self.ranks, self.threads, self.gpus(context.device), self.timeout_s, size, private)
             try:
-                return FsdpLearner(ranks, *ranks.build(policy, config, self.fsdp_size))
+                return FsdpLearner(ranks, *ranks.build(policy, context, self.fsdp_size))
             except BaseException:
                 ranks.close()
                 raise

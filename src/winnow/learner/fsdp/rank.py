@@ -15,11 +15,9 @@ import torch.distributed as dist
 
 from ...base.memory import gpu_gib, resident_mib
 from ...base.weights import TensorSpec
-from ...config import RunConfig, name_of
 from ...engine.loading import CPU, load_whole
-from ...methods.advantage import ADVANTAGES
 from ..base import Policy, Sizes
-from ..local.options import distribution, options
+from ..context import LearnerContext
 from .sharded import ShardedLearner
 
 Built = tuple[Sizes, str, Mapping[str, TensorSpec]]
@@ -55,7 +53,7 @@ class Rank:
             self.store = dist.TCPStore(host, port, self.world, is_master=False, timeout=limit)
         dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
 
-    def build(self, policy: Policy, config: RunConfig, fsdp_size: int | None) -> Built:
+    def build(self, policy: Policy, context: LearnerContext, fsdp_size: int | None) -> Built:
         """Shard the model."""
         device = torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu")
         model, reference = policy.model, policy.reference
@@ -65,14 +63,13 @@ class Rank:
             reference = load_whole(policy.reference_files, CPU).requires_grad_(False).eval()
         if reference is not None:
             reference = reference.to(device)
-        kind = ADVANTAGES.get(name_of(config.advantage))
         self.learner = learner = ShardedLearner(
             model,
-            distribution(policy, config),
-            options(policy, config),
+            context.distribution(policy),
+            context.options_for(policy),
             reference,
             fsdp_size=fsdp_size,
-            gradient_baselines=getattr(kind, "weighing", None) == "gradient",
+            gradient_baselines=context.gradient_baselines,
             device=device,
             files=policy.files,
         )

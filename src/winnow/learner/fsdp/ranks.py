@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 from ...base import cluster
 from ...base.weights import transfer_s
-from ...config import RunConfig
 from ..base import LearnerLostError, Policy
+from ..context import LearnerContext
 from .rank import Built, Rank
 
 START_S = 120.0
@@ -68,11 +68,11 @@ class Ranks:
             self.close()
             raise
 
-    def build(self, policy: Policy, config: RunConfig, fsdp_size: int | None = None) -> Built:
+    def build(self, policy: Policy, context: LearnerContext, fsdp_size: int | None = None) -> Built:
         """Shard the model."""
         import ray
 
-        built: Built = self.all("build", [(ray.put(policy), config, fsdp_size)] * self.world)[0]
+        built: Built = self.all("build", [(ray.put(policy), context, fsdp_size)] * self.world)[0]
         return built
 
     def same(self, name: str, *args: Any) -> list[Any]:
