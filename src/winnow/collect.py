@@ -107,14 +107,14 @@ class Collector:
         self.tally = Tally(self.judge)
         """Counts and timings of the current step."""
         self.failures = FailureWatch(self.ledger.failures())
-        self._useful = StopConditions(self.judge, self.limits, self.filter, self.refill_round)
-        self._learned: dict[str, float] = {}
+        self._stop_conditions = StopConditions(self.judge, self.limits, self.filter, self.refill_round)
+        self._method_metrics: dict[str, float] = {}
         """Metrics of gates, audits and filter."""
         self._untrained: str | None = None
         """Why the current step trained nothing."""
         self._reported: set[str] = set()
         """Reported causes of steps that trained nothing."""
-        self._nothing_left = False
+        self._exhausted = False
         self._probes: dict[int, Group] = {}
         """Finished siblings of groups whose others are in flight, by visit."""
         if self.reuse is not None:
@@ -156,15 +156,15 @@ class Collector:
         failpoint("trained")
         if self.reuse is not None and update["updated"]:
             self.reuse.trained(groups)
-        useless = self._useful.of_step(step, groups, update, self.tally)
-        self._untrained = self._useful.untrained(groups, update, self.tally)
+        useless = self._stop_conditions.of_step(step, groups, update, self.tally)
+        self._untrained = self._stop_conditions.untrained(groups, update, self.tally)
         self.stop = self.stop or useless
-        self._learned = self.filter.metrics()
+        self._method_metrics = self.filter.metrics()
         self.filter.end_step()
         for gate in self.gates.values():
-            self._learned |= gate.metrics()
+            self._method_metrics |= gate.metrics()
             gate.end_step()
-        self._learned |= self.audits.metrics()
+        self._method_metrics |= self.audits.metrics()
         self.audits.end_step()
 
     def end_step(self, step: int, groups: list[Group], update: Mapping[str, float]) -> dict[str, float]:
@@ -172,9 +172,9 @@ class Collector:
         metrics = self.tally.metrics()
         self.num_tokens += self.tally.sampled_tokens
         self.num_decoded_tokens += self.tally.decoded_tokens
-        metrics |= {"step": step + 1, "num_tokens": self.num_tokens}
-        metrics |= {"num_decoded_tokens": self.num_decoded_tokens, "groups/effective": float(len(groups))}
-        metrics |= {**update, **self._learned, **self.selector.metrics()}
+        counts = {"num_tokens": self.num_tokens, "num_decoded_tokens": self.num_decoded_tokens}
+        metrics |= {"step": step + 1, **counts, "groups/effective": float(len(groups))}
+        metrics |= {**update, **self._method_metrics, **self.selector.metrics()}
         metrics |= {} if self.reuse is None else self.reuse.metrics
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
@@ -202,8 +202,8 @@ class Collector:
 
     def _collect(self, step: int) -> Batch:
         finished: list[Group] = []
-        self._useful.begin_step()
-        self._nothing_left = False
+        self._stop_conditions.begin_step()
+        self._exhausted = False
         self._book_stale(step, self.buffer.expire(step))
         while True:
             if self.stop is None:
@@ -228,9 +228,9 @@ class Collector:
     def _launch(self, step: int) -> None:
         in_flight = self.sampler.pending
         n = self.pace.room(step, self.limits.max_steps - step, self.tally.zero_share())
-        if n <= 0 or (self._nothing_left and in_flight):
+        if n <= 0 or (self._exhausted and in_flight):
             return
-        self.stop = self._useful.of_refill(step)
+        self.stop = self._stop_conditions.of_refill(step)
         if self.stop is not None:
             return
         visits = self.selector.select(n, self.audits.skips)
@@ -239,7 +239,7 @@ class Collector:
         kept = [visit for visit in visits if visit.verdict.keep]
         for visit in kept:
             self._start(visit, checked_size(self.group_size, visit.prompt))
-        self._nothing_left = len(kept) < n
+        self._exhausted = len(kept) < n
         if not kept and not in_flight:
             reason = next((v.verdict.reason for v in reversed(visits)), "")
             self.stop = RunStoppedError(
@@ -287,20 +287,20 @@ class Collector:
         self.group_size.observe_group(group)
         self.drafts.observe(group)
         failpoint("take")
-        self.stop = self.stop or self._useful.of_failures(step, self.tally, self.buffer.prompts_per_step)
+        self.stop = self.stop or self._stop_conditions.of_failures(step, self.tally, self.buffer.prompts_per_step)
         reason = refusal = self.judge.refusal(group)
         if reason is None:
             verdict = self.filter.admit(group, kind)
             if verdict.keep:
                 self.buffer.add(group)
-                self._useful.accepted()
+                self._stop_conditions.accepted()
                 return
             reason = verdict.reason
         elif group.verdict.keep:
             self.tally.refused[reason] += 1
         self._book(step, group, Fate.FILTERED, reason)
         if self.filter.refill:
-            self._useful.rejected(group, reason, refusal)
+            self._stop_conditions.rejected(group, reason, refusal)
         else:
             self.buffer.spend()
 
@@ -325,8 +325,8 @@ class Collector:
         stops = self.audits.stops
         return {
             "num_tokens": self.num_tokens,
-            "skipped_steps": self._useful.skipped_steps,
-            "solved_steps": self._useful.solved_steps,
+            "skipped_steps": self._stop_conditions.skipped_steps,
+            "solved_steps": self._stop_conditions.solved_steps,
             "undecided": self.judge.success.undecided,
             "waiting": [group_state(group) for group in self.buffer.groups],
             "spent": self.buffer.spent,
@@ -346,7 +346,8 @@ class Collector:
         saved = CollectorState.of(state)
         self.num_tokens = saved.num_tokens
         self.num_decoded_tokens = saved.num_tokens if saved.num_decoded_tokens is None else saved.num_decoded_tokens
-        self._useful.skipped_steps, self._useful.solved_steps = saved.skipped_steps, saved.solved_steps
+        conditions = self._stop_conditions
+        conditions.skipped_steps, conditions.solved_steps = saved.skipped_steps, saved.solved_steps
         if not self.judge.success.declared:
             self.judge.success.undecided = self.judge.success.undecided or saved.undecided
         with at("waiting"):

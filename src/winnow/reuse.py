@@ -149,10 +149,10 @@ def _ess(log_w_G: np.ndarray) -> float:
 
 
 def _figures(joining: Sequence[Used], version: int) -> dict[str, float]:
-    found = {"reuse/groups": float(len(joining))}
+    metrics = {"reuse/groups": float(len(joining))}
     rollouts = [rollout for used in joining for rollout in used.group.rollouts]
-    found["reuse/tokens"] = float(sum(int(rollout.action_mask.sum()) for rollout in rollouts))
+    metrics["reuse/tokens"] = float(sum(int(rollout.action_mask.sum()) for rollout in rollouts))
     if joining:
-        found["reuse/uses_mean"] = float(np.mean([used.uses for used in joining]))
-        found["reuse/age_mean"] = float(np.mean([used.age(version) for used in joining]))
-    return found
+        metrics["reuse/uses_mean"] = float(np.mean([used.uses for used in joining]))
+        metrics["reuse/age_mean"] = float(np.mean([used.age(version) for used in joining]))
+    return metrics

@@ -60,10 +60,10 @@ def test_a_mean_that_is_tau_does_not_exceed_it() -> None:
             ties += 1
             one_way = AdaptiveK(tau=tau).build(4)
             one_way.load_state_dict({"size": 4, "history": history, "steps": None})
-            assert one_way._wanted() == 4
+            assert one_way._next_size() == 4
             two_way = AdaptiveK(tau=0.9, tau_down=tau, dwell=1).build(4)
             two_way.load_state_dict({"size": 8, "history": history, "steps": 9})
-            assert two_way._wanted() == 8
+            assert two_way._next_size() == 8
 
 
 def test_two_way_goes_back_by_what_was_seen_since_the_change() -> None:

@@ -17,7 +17,7 @@ from winnow.methods.pass_rates import PassRate
 from winnow.methods.select import SELECTORS
 from winnow.methods.select.backoff import Backoff
 from winnow.methods.select.greso import Greso, GresoSelector, adjust, rollout_batch_size, skip_probability
-from winnow.methods.select.stream import PATIENCE
+from winnow.methods.select.stream import MAX_SKIPPED_IN_A_ROW
 from winnow.methods.size import ROLLOUT_BATCHES
 from winnow.methods.success import Success
 from winnow.types import Group, GroupKind, Prompt, Visit
@@ -253,7 +253,7 @@ def test_an_exhausted_stream_gives_fewer_and_never_hangs(name: str) -> None:
     selector.z_N[:] = 60_000
     selector.kind_N[:] = 2
     visits = selector.select(4)
-    assert len(visits) == PATIENCE
+    assert len(visits) == MAX_SKIPPED_IN_A_ROW
     assert not kept(visits)
 
 

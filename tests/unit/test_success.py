@@ -14,7 +14,7 @@ from winnow.methods.gate.arrol.gate import Arrol
 from winnow.methods.gate.base import GateContext
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select.greso import Greso
-from winnow.methods.select.pass_rate import PassRate
+from winnow.methods.select.pass_rate import PassRateBand
 from winnow.methods.success import Success, default_success
 from winnow.rollout.evaluate import summarize
 from winnow.run.build_methods import build_success
@@ -150,4 +150,4 @@ def test_what_counts_right_answers_refuses_to_guess() -> None:
         Arrol().build(GateContext("arrol", 0, undecided))
     assert Arrol(balance="distinct").build(GateContext("arrol", 0, undecided))
     with pytest.raises(ValueError, match="refresh_steps"):
-        PassRate(refresh_steps=2).build(PROMPTS, 0, undecided)
+        PassRateBand(refresh_steps=2).build(PROMPTS, 0, undecided)

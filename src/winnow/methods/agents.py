@@ -15,16 +15,16 @@ def by_agent(groups: Sequence[Group]) -> list[Group]:
 
     An agent without a reward in the greedy baseline rollout has no group.
     """
-    found: list[Group] = []
+    by_agents: list[Group] = []
     for group in groups:
         names = dict.fromkeys([name for rollout in group.rollouts for name in rollout.agent_rewards])
         if not names:
-            found.append(group)
+            by_agents.append(group)
         for name in names:
             rollouts = [of_agent(rollout, name) for rollout in group.rollouts]
             if all(rollout.reward is not None for rollout in rollouts if rollout.greedy):
-                found.append(replace(group, rollouts=rollouts, kind=None))
-    return found
+                by_agents.append(replace(group, rollouts=rollouts, kind=None))
+    return by_agents
 
 
 def agents_of(rollout: Rollout) -> list[str]:

@@ -59,6 +59,13 @@ def _name(c: RunConfig, key: str, place: int) -> str:
     return name_of(spec[place] if isinstance(spec, list) else spec)
 
 
+def refuse_unused(options: Any, names: Sequence[str], why: str) -> None:
+    """Raise ValueError where one of these options was changed, for it has no effect. `why`: `without KEY; REMEDY`."""
+    for name in names:
+        if getattr(options, name) != getattr(type(options), name):
+            raise ValueError(f"{name} has no effect {why}")
+
+
 FORMER_HOOKS: dict[str, dict[str, str]] = {
     "GroupSize": {"next": "size_for", "more": "additional_size", "learn": "observe_group", "observe": "observe_step"},
     "StreamSelector": {"observe": "observe_group"},

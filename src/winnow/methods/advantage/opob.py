@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...types import Group
+from ..base import refuse_unused
 from ._base import no_signal, present
 from .in_update import InUpdate, Scope, Weighing
 
@@ -29,8 +30,8 @@ class Opob(InUpdate):
     weighing: ClassVar[Weighing] = "gradient"
 
     def __post_init__(self) -> None:
-        if not self.scale and self.eps != 1e-6:
-            raise ValueError("eps has no effect without scale; remove it, or set scale: true")
+        if not self.scale:
+            refuse_unused(self, ["eps"], "without scale; remove it, or set scale: true")
 
     @property
     def group_relative(self) -> bool:
@@ -69,11 +70,11 @@ def optimal_baseline(rewards_B: np.ndarray, grad_norm_sq_B: np.ndarray, group_B:
     norms_B = np.asarray(grad_norm_sq_B, np.float64)
     if np.isinf(rewards_B).any() or not (np.isfinite(norms_B[there_B]) & (norms_B[there_B] >= 0)).all():
         raise ValueError("rewards must be finite, and squared gradient norms finite and not negative")
-    found_B = np.full(len(rewards_B), np.nan)
+    baseline_B = np.full(len(rewards_B), np.nan)
     for group in np.unique(group_B[there_B]):
         rows = there_B & (group_B == group)
-        found_B[rows] = _weighted_mean(np.asarray(rewards_B[rows], np.float64), norms_B[rows])
-    return found_B
+        baseline_B[rows] = _weighted_mean(np.asarray(rewards_B[rows], np.float64), norms_B[rows])
+    return baseline_B
 
 
 def _weighted_mean(rewards_N: np.ndarray, norms_N: np.ndarray) -> float:

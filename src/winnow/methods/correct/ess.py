@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
 from ...base.state import State
+from ..base import refuse_unused
 from .none import StepScale
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class Ess:
         in_range = isinstance(self.reference, float) and 0 < self.reference <= 1
         if self.reference != "measured" and not in_range:
             raise ValueError(f"reference must lie in (0, 1], or be 'measured', not {self.reference!r}")
-        if self.measured_steps != 1 and self.reference != "measured":
-            raise ValueError(f"measured_steps has no effect with reference: {self.reference}; remove one of them")
+        if self.reference != "measured":
+            refuse_unused(self, ["measured_steps"], f"with reference: {self.reference}; remove one of them")
 
     def build(self) -> EssScale:
         return EssScale(self)

@@ -13,10 +13,9 @@ from pydantic.dataclasses import dataclass
 
 from ...base.options import CHECKED
 from ...types import KEEP, Group, GroupKind, Verdict
+from ..base import refuse_unused
 from ..group_kind import are_equal
 from .base import Filter
-
-ROUNDS = 10
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -25,12 +24,12 @@ class ZeroVariance(Filter):
 
     atol: NonNegativeFloat = 1e-8
     refill: bool = True
-    max_refill_rounds: PositiveInt = ROUNDS
+    max_refill_rounds: PositiveInt = 10
     wants_signal = True
 
     def __post_init__(self) -> None:
-        if not self.refill and self.max_refill_rounds != ROUNDS:
-            raise ValueError("max_refill_rounds has no effect with refill: false; remove it")
+        if not self.refill:
+            refuse_unused(self, ["max_refill_rounds"], "with refill: false; remove it")
 
     def admit(self, group: Group, kind: GroupKind) -> Verdict:
         if not kind.zero_variance:

@@ -21,7 +21,7 @@ from ..group_kind import GroupJudge
 from .base import OVERRIDE, Gate, NamedRule, Overrides, first_override, keep_probability, of_gate, survival
 from .estimates import Sum, Sums
 
-WINDOW = 25
+MEMORY_STEPS = 25
 """Steps after which a removal counts e times less for the controller."""
 
 
@@ -43,10 +43,10 @@ class RuleAudit(Stateful):
 
         probability = clip(1 - max_signal_loss / U, epsilon, 1),
 
-    with U the upper bound of the share of the signal held by all removals of about the last `WINDOW` steps, carried out
-    or not. So (1 - probability) U, a bound of the share lost, never exceeds `max_signal_loss`. This holds for any rule,
-    random or not, that changes slowly compared with `WINDOW`. An abrupt change is noticed within a fraction of it. The
-    bound is on the expected loss; the luck of the draws evens out.
+    with U the upper bound of the share of the signal held by all removals of about the last `MEMORY_STEPS` steps,
+    carried out or not. So (1 - probability) U, a bound of the share lost, never exceeds `max_signal_loss`. This holds
+    for any rule, random or not, that changes slowly compared with `MEMORY_STEPS`. An abrupt change is noticed within a
+    fraction of it. The bound is on the expected loss; the luck of the draws evens out.
     """
 
     state_model = AuditState
@@ -106,11 +106,11 @@ class RuleAudit(Stateful):
         if self.max_signal_loss is not None and self.recent.removed + self.recent.audited > 0:
             bound = self.recent.signal_removed(self.largest).high
             self.probability = min(1.0, max(self.epsilon, 1 - self.max_signal_loss / max(bound, 1e-12)))
-        self.recent.decay(math.exp(-1 / WINDOW))
+        self.recent.decay(math.exp(-1 / MEMORY_STEPS))
 
     def metrics(self) -> dict[str, float]:
         """Return metrics over the whole run, under `audit/<name>/`, without values that are still unknown."""
-        found = {
+        metrics = {
             "audited": self.whole.audited,
             "removed": self.whole.removed,
             "override_probability": self.probability,
@@ -122,8 +122,8 @@ class RuleAudit(Stateful):
             "tokens_saved": self.whole.tokens_saved(),
         }
         for key, (value, low, high) in estimates.items():
-            found |= {key: value, f"{key}_low": low, f"{key}_high": high}
-        return {f"audit/{self.name}/{key}": float(value) for key, value in found.items() if math.isfinite(value)}
+            metrics |= {key: value, f"{key}_low": low, f"{key}_high": high}
+        return {f"audit/{self.name}/{key}": float(value) for key, value in metrics.items() if math.isfinite(value)}
 
 
 def squared_advantages(group: Group, judge: GroupJudge) -> np.ndarray | None:
@@ -133,9 +133,9 @@ def squared_advantages(group: Group, judge: GroupJudge) -> np.ndarray | None:
     advantage over the whole batch gets the group alone. Of several agents, the sum.
     """
     if any(r.agent_rewards for r in group.rollouts):
-        known = [squared_advantages(of_one, judge) for of_one in by_agent([group])]
-        found = [squares_G for squares_G in known if squares_G is not None]
-        return np.sum(found, axis=0) if found else None
+        of_agents = [squared_advantages(of_one, judge) for of_one in by_agent([group])]
+        known = [squares_G for squares_G in of_agents if squares_G is not None]
+        return np.sum(known, axis=0) if known else None
     advantage, rewards_G = judge.advantage, group.rewards()
     assert advantage is not None
     kind = judge.of_rewards(group.known_rewards())

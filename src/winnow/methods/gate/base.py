@@ -176,13 +176,13 @@ class NamedRule:
             what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise RuleError(f"gate {self.name}: {what}{str(error).removeprefix(f'gate {self.name}: ')}") from error
         self._check(verdicts, len(views))
-        found = []
+        decisions = []
         for view, verdict in zip(views, verdicts, strict=True):
             if self.overrides is not None:
                 earlier = [d for d in view.decisions if d.gate == self.name]
                 verdict = self.overrides.apply(view, verdict, earlier)
-            found.append(Decision(self.name, view.at, verdict, view.turn))
-        return found
+            decisions.append(Decision(self.name, view.at, verdict, view.turn))
+        return decisions
 
     def _check(self, verdicts: Any, n: int) -> None:
         if (

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 from ...base.options import CHECKED
 from ...config import suggestion
 from ...types import KEEP, EnvStep, Group, GroupKind, GroupView, Verdict
-from ..base import RunFacts
+from ..base import RunFacts, refuse_unused
 from .base import Gate, GateContext, of_gate
 from .signals import SIGNALS, TERMINATION
 
@@ -72,8 +72,8 @@ class Divergence:
                 raise ValueError(f"signal: there is no {signal!r}.{suggestion(signal, list(SIGNALS))}")
         if self.steps and (self.k, self.threshold) != (Divergence.k, Divergence.threshold):
             raise ValueError("k and threshold have no effect with steps; remove them, or steps")
-        if self.task_type != Divergence.task_type and not self.per_task_type:
-            raise ValueError("task_type has no effect without per_task_type; remove it")
+        if not self.per_task_type:
+            refuse_unused(self, ["task_type"], "without per_task_type; remove it")
         if self.steps and any(own and isinstance(own, (int, float)) for own in self.per_task_type.values()):
             raise ValueError("per_task_type: with steps, a type needs steps of its own, e.g. {heat: {10: 0.1}}, or 0")
         for plan in (self.plan(), *map(self.plan, self.per_task_type)):
@@ -209,9 +209,9 @@ class DivergenceGate(Gate):
 
         Empty without decisions.
         """
-        asked = sum(map(len, self._values.values()))
-        if not asked:
+        decisions = sum(map(len, self._values.values()))
+        if not decisions:
             return {}
-        figures = {"asked": float(asked), "cut_share": self._cut / asked}
+        figures = {"asked": float(decisions), "cut_share": self._cut / decisions}
         figures |= {signal: float(np.mean(values)) for signal, values in self._values.items()}
         return {f"gate/{self.name}/{name}": value for name, value in figures.items()}

@@ -41,12 +41,12 @@ from pydantic import Field
 from ...base.intervals import Z_95, student
 from ...base.state import State
 
-FADED = 1e-60
+FORGOTTEN_WEIGHT = 1e-60
 """Sum of weights below which audits are forgotten: their squares are close to 0, no basis for later removals."""
 Sum = Annotated[float, Field(ge=0)]
 
 
-class Estimate(NamedTuple):
+class AuditEstimate(NamedTuple):
     """A value with its 95% interval. If nothing is known, `high` is infinite and `value` is NaN."""
 
     value: float
@@ -82,19 +82,19 @@ class WeightedMean(State, frozen=False):
 
     def decay(self, factor: float) -> None:
         """Multiply every weight so far by `factor`: estimates stay, but these audits count less than later ones."""
-        if self.w < FADED:
+        if self.w < FORGOTTEN_WEIGHT:
             self.w = self.wy = self.a = self.ay = self.ayy = 0.0
         for name in ("w", "wy", "top_w", "top_v"):
             setattr(self, name, getattr(self, name) * factor)
         for name in ("a", "ay", "ayy"):
             setattr(self, name, getattr(self, name) * factor**2)
 
-    def bounded(self, s: float) -> Estimate:
+    def bounded(self, s: float) -> AuditEstimate:
         """Return the mean of a y in [0, s], with score bounds. NaN in [0, inf] before the first audit."""
         if self.w <= 0:
-            return Estimate(math.nan, 0.0, math.inf)
+            return AuditEstimate(math.nan, 0.0, math.inf)
         if s <= 0:
-            return Estimate(0.0, 0.0, 0.0)
+            return AuditEstimate(0.0, 0.0, 0.0)
         m = self.wy / self.w
         r = (self.ayy + self.top_w * self.top_v * s * s) / (self.wy + self.top_w * s)
         share = min(1.0, max(0.0, 2 * self.ay * self.w / (self.wy * self.a) - 1)) if self.wy > 0 else 1.0
@@ -104,9 +104,9 @@ class WeightedMean(State, frozen=False):
             return (2 * x + k + sign * math.sqrt(max(0.0, 4 * x * k + k * k - 4 * c * x * x))) / (2 * (1 + c))
 
         half_an_audit = self.top_w * s / (2 * self.w)
-        return Estimate(m, max(0.0, root(max(0.0, m - half_an_audit), -1)), max(min(s, root(m, 1)), m))
+        return AuditEstimate(m, max(0.0, root(max(0.0, m - half_an_audit), -1)), max(min(s, root(m, 1)), m))
 
-    def unbounded(self) -> Estimate:
+    def unbounded(self) -> AuditEstimate:
         """Return the mean of a y >= 0 without a known maximum, of carried-out removals; [0, inf] below three audits.
 
         Normal bounds for log m (delta method): lengths spread in proportion to their mean. Guards for few audits:
@@ -115,11 +115,11 @@ class WeightedMean(State, frozen=False):
         """
         n = self.w**2 / (self.a - self.w) if self.a > self.w > 0 else 0.0
         if n < 3 - 1e-9 or self.wy <= 0:
-            return Estimate(self.wy / self.w if self.w > 0 else math.nan, 0.0, math.inf)
+            return AuditEstimate(self.wy / self.w if self.w > 0 else math.nan, 0.0, math.inf)
         m = self.wy / self.w
         squares = self.ayy - 2 * m * self.ay + m * m * (self.a + self.top_w * self.top_v)
         h = min(student(n - 1) * math.sqrt(max(0.0, squares) * n / (n - 1)) / self.wy, 700.0)  # exp is finite
-        return Estimate(m, m * math.exp(-h), m * math.exp(h))
+        return AuditEstimate(m, m * math.exp(-h), m * math.exp(h))
 
 
 class Sums(State, frozen=False):
@@ -161,37 +161,37 @@ class Sums(State, frozen=False):
         for mean in (self.valuable, self.signal, self.lost, self.tokens):
             mean.decay(factor)
 
-    def precision(self) -> Estimate:
+    def precision(self) -> AuditEstimate:
         """Return the share of all removals that were worthless; [0, 1] before the first audit."""
         value, low, high = self.valuable.bounded(1.0)
-        return Estimate(1 - value, max(0.0, 1 - high), 1 - low)
+        return AuditEstimate(1 - value, max(0.0, 1 - high), 1 - low)
 
-    def signal_lost(self, largest: float) -> Estimate:
+    def signal_lost(self, largest: float) -> AuditEstimate:
         """Return the share of all signal, removed and seen, lost to carried-out removals. `largest`: signal seen."""
         seen = self.audited_signal + self.kept_signal
         return share_of(self.lost.bounded(largest), self.removed, seen)
 
-    def signal_removed(self, largest: float) -> Estimate:
+    def signal_removed(self, largest: float) -> AuditEstimate:
         """Return the share of all signal that all removals hold, as if none had been overridden."""
         return share_of(self.signal.bounded(largest), self.removed + self.audited, self.kept_signal)
 
-    def tokens_saved(self) -> Estimate:
+    def tokens_saved(self) -> AuditEstimate:
         """Return the tokens that the carried-out removals would have cost."""
         if self.removed == 0:
-            return Estimate(0.0, 0.0, 0.0)
+            return AuditEstimate(0.0, 0.0, 0.0)
         value, low, high = self.tokens.unbounded()
-        return Estimate(value * self.removed, low * self.removed, high * self.removed)
+        return AuditEstimate(value * self.removed, low * self.removed, high * self.removed)
 
 
-def share_of(mean: Estimate, n: float, rest: float) -> Estimate:
+def share_of(mean: AuditEstimate, n: float, rest: float) -> AuditEstimate:
     """Return n mean / (n mean + rest): it grows with the mean, so its bounds are those of the mean."""
 
     def share(x: float) -> float:
         return 1.0 if math.isinf(x) else n * x / (n * x + rest)
 
     if n == 0:
-        return Estimate(0.0, 0.0, 0.0)
+        return AuditEstimate(0.0, 0.0, 0.0)
     if rest + n * mean.high <= 0:  # no signal was ever seen, so its share is unknown
-        return Estimate(0.0, 0.0, 1.0)
+        return AuditEstimate(0.0, 0.0, 1.0)
     value = math.nan if math.isnan(mean.value) else share(mean.value) if mean.value > 0 or rest > 0 else 0.0
-    return Estimate(value, share(mean.low) if mean.low > 0 else 0.0, share(mean.high))
+    return AuditEstimate(value, share(mean.low) if mean.low > 0 else 0.0, share(mean.high))

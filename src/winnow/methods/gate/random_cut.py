@@ -61,22 +61,22 @@ class RandomCutGate(Gate):
     def __init__(self, options: RandomCut, context: GateContext) -> None:
         self._rule = RandomCutRule(options.k, options.share, context.seed)
         self.name = context.name
-        self._asked = self._cut = 0
+        self._decisions = self._cut = 0
 
     def rule(self) -> RandomCutRule:
         return self._rule
 
     def observe_group(self, group: Group) -> None:
         for decision in of_gate(group.decisions, self.name):
-            self._asked += 1
+            self._decisions += 1
             self._cut += decision.verdict.removes
 
     def end_step(self) -> None:
-        self._asked = self._cut = 0
+        self._decisions = self._cut = 0
 
     def metrics(self) -> dict[str, float]:
         """Return the number of decisions on this step's groups and the share that cut; empty without decisions."""
-        if not self._asked:
+        if not self._decisions:
             return {}
-        found = {"asked": float(self._asked), "cut_share": self._cut / self._asked}
-        return {f"gate/{self.name}/{name}": value for name, value in found.items()}
+        metrics = {"asked": float(self._decisions), "cut_share": self._cut / self._decisions}
+        return {f"gate/{self.name}/{name}": value for name, value in metrics.items()}

@@ -6,7 +6,7 @@ from .backoff import Backoff
 from .bayes import Bayes
 from .greso import Greso
 from .ordered import Ordered
-from .pass_rate import PassRate as PassRateBand
+from .pass_rate import PassRateBand
 from .stream import StreamSelector
 from .thompson import Thompson
 from .uniform import Uniform

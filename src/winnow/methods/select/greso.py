@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from ...base.options import CHECKED
 from ...base.state import Loose, Probability
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
-from ..base import Chart
+from ..base import Chart, refuse_unused
 from ..group_kind import BY_REWARDS, GroupJudge, share_seen
 from .trace import EASY, TraceSelector, TraceState
 
@@ -76,9 +76,9 @@ class Greso:
     """Lowest probability to roll out a prompt. The authors' code has 0.01 here and a cap of 0.95; the paper neither."""
 
     def __post_init__(self) -> None:
-        for name in ("target", "easy_share", "floor", "cap"):
-            if self.step == 0 and getattr(self, name) != getattr(Greso, name):
-                raise ValueError(f"{name} has no effect with step: 0, which keeps p_easy and p_hard; remove it")
+        if self.step == 0:
+            unused = ("target", "easy_share", "floor", "cap")
+            refuse_unused(self, unused, "with step: 0, which keeps p_easy and p_hard; remove it")
         if self.step and not self.floor <= min(self.p_easy, self.p_hard) <= max(self.p_easy, self.p_hard) <= self.cap:
             raise ValueError(f"p_easy and p_hard must lie between floor={self.floor} and cap={self.cap}")
 

@@ -10,10 +10,11 @@ import numpy as np
 
 from ...base.dotted import nearest
 from ...types import Prompt
+from ..base import refuse_unused
 from ..group_kind import BY_REWARDS, GroupJudge
 from .stream import StreamSelector
 
-SHOWN = 6
+MAX_NAMED_VALUES = 6
 """Number of column values named in an error message."""
 
 
@@ -30,8 +31,8 @@ class Ordered:
     """Start with the largest number, or the last of `levels`, or, without `by`, at the end of the data set."""
 
     def __post_init__(self) -> None:
-        if self.levels is not None and self.by is None:
-            raise ValueError("levels has no effect without by, the column that they are values of; remove it")
+        if self.by is None:
+            refuse_unused(self, ["levels"], "without by, the column that they are values of; remove it")
         if self.levels is not None and len(set(self.levels)) != len(self.levels):
             raise ValueError(f"levels has a value twice: {self.levels}")
 
@@ -64,7 +65,7 @@ class Ordered:
             return f"has {column} {value!r:.60}, which is none of levels: {', '.join(self.levels)}"
         if isinstance(value, str):
             words = dict.fromkeys(str(p.columns.get(column)) for p in prompts[:1000])
-            some = ", ".join(list(words)[:SHOWN]) + (", ..." if len(words) > SHOWN else "")
+            some = ", ".join(list(words)[:MAX_NAMED_VALUES]) + (", ..." if len(words) > MAX_NAMED_VALUES else "")
             return f"has the word {value!r:.60} in column '{column}'; say which comes first: levels: [{some}] in order"
         return f"has {value!r:.60} in column '{column}', which is no number"
 

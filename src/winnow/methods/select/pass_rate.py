@@ -12,17 +12,14 @@ from pydantic.dataclasses import dataclass
 from ...base.array_json import Packed
 from ...base.options import CHECKED
 from ...types import KEEP, Prompt, Verdict
-from ..base import Chart
+from ..base import Chart, refuse_unused
 from ..group_kind import BY_REWARDS, GroupJudge
-from ..pass_rates import PassRate as Measured
-from ..pass_rates import read_profile
+from ..pass_rates import PassRate, read_profile
 from .stream import StreamSelector, StreamState
-
-ROLLOUTS = 16
 
 
 @dataclass(frozen=True, config=CHECKED)
-class PassRate:
+class PassRateBand:
     """Roll out only prompts whose profiled pass rate lies in [low, high] (Active-RLOO, section 4.1).
 
     `winnow pass-rates` makes the profile. Prompts missing from it stay in.
@@ -34,7 +31,7 @@ class PassRate:
     high: float = 1 - 1e-9
     refresh_steps: PositiveInt | None = None
     """Profile all training prompts again every so many optimizer steps, with the current policy."""
-    n: PositiveInt = ROLLOUTS
+    n: PositiveInt = 16
     """Rollouts per prompt of a refresh."""
 
     def __post_init__(self) -> None:
@@ -42,8 +39,8 @@ class PassRate:
             raise ValueError(f"the band must satisfy 0 <= low <= high <= 1, not low={self.low}, high={self.high}")
         if self.profile is None and self.refresh_steps is None:
             raise ValueError("give profile, a file made by `winnow pass-rates`, or refresh_steps, or both")
-        if self.refresh_steps is None and self.n != ROLLOUTS:
-            raise ValueError("n has no effect without refresh_steps: the profile that is read has its own; remove it")
+        if self.refresh_steps is None:
+            refuse_unused(self, ["n"], "without refresh_steps: the profile that is read has its own; remove it")
 
     def charts(self, name: str) -> list[Chart]:
         return [Chart("Prompts in the pass-rate band", {"pass_rate/in_band": "share"}, share=True, percent=True)]
@@ -75,7 +72,7 @@ class PassRateSelector(StreamSelector):
 
     state_model = PassRateState
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, options: PassRate) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, options: PassRateBand) -> None:
         super().__init__(prompts, seed)
         self.options = options
         self.rate_N = np.full(len(prompts), np.nan)
@@ -89,8 +86,8 @@ class PassRateSelector(StreamSelector):
         every = self.options.refresh_steps
         return self.options.n if every and step % every == 0 else 0
 
-    def profiled(self, rates: Iterable[Measured]) -> int:
-        given = {r.id: r.correct / r.n for r in rates}
+    def profiled(self, rates: Iterable[PassRate]) -> int:
+        given = {r.id: r.rate for r in rates}
         known = [(ordinal, given[prompt.id]) for ordinal, prompt in enumerate(self.prompts) if prompt.id in given]
         for ordinal, rate in known:
             self.rate_N[ordinal] = rate

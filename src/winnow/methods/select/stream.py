@@ -18,7 +18,7 @@ SELECT_STREAM = 3
 """Separates the draws of selectors from other noise."""
 LOOK_AHEAD = 256
 """Fewest visits decided at once."""
-PATIENCE = 10_000
+MAX_SKIPPED_IN_A_ROW = 10_000
 """Skipped visits in a row (or one whole epoch if that is more) after which nothing is left to roll out."""
 
 
@@ -74,7 +74,7 @@ class StreamSelector(LearningMethod):
         """
         visits: list[Visit] = []
         missing, in_a_row = n, 0
-        while missing > 0 and in_a_row < max(PATIENCE, len(self.prompts)):
+        while missing > 0 and in_a_row < max(MAX_SKIPPED_IN_A_ROW, len(self.prompts)):
             epoch, position = divmod(self.visits, len(self.prompts))
             if epoch != self._order_epoch:
                 self._order, self._order_epoch = self._order_of(epoch), epoch

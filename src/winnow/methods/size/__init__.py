@@ -6,8 +6,7 @@ from .adaptive_k import AdaptiveK
 from .allocate import Allocate
 from .base import GroupSize, checked_additional_size, checked_size
 from .fixed import Fixed
-from .rollout_batch import Adaptive, Exact, RolloutBatch
-from .rollout_batch import Fixed as FixedRounds
+from .rollout_batch import AdaptiveRounds, Exact, FixedRounds, RolloutBatch
 from .sequential import Sequential
 
 __all__ = ["ROLLOUT_BATCHES", "SIZES", "GroupSize", "RolloutBatch", "checked_additional_size", "checked_size"]
@@ -20,5 +19,5 @@ SIZES: dict[str, type] = {
 }
 """Name -> frozen dataclass of options with `build(num_generations) -> GroupSize`."""
 
-ROLLOUT_BATCHES: dict[str, type] = {"exact": Exact, "fixed": FixedRounds, "adaptive": Adaptive}
+ROLLOUT_BATCHES: dict[str, type] = {"exact": Exact, "fixed": FixedRounds, "adaptive": AdaptiveRounds}
 """Name -> frozen dataclass of options with `build(prompts_per_step) -> RolloutBatch`."""

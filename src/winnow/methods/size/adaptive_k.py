@@ -15,9 +15,9 @@ from pydantic.dataclasses import dataclass
 from ...base.options import CHECKED
 from ...base.state import Count, State
 from ...types import Prompt
+from ..base import refuse_unused
 from .base import GroupSize
 
-DWELL = 10
 ROUNDING = 1e-9
 """Tolerance of a mean of shares: five shares with mean 1/2 may add up to more than 5/2 in floating point."""
 
@@ -36,13 +36,13 @@ class AdaptiveK:
     tau: Annotated[float, Field(ge=0, lt=1)] = 0.5
     window: PositiveInt = 5
     tau_down: float | None = None
-    dwell: PositiveInt = DWELL
+    dwell: PositiveInt = 10
 
     def __post_init__(self) -> None:
         if self.base is not None and self.base < 2:
             raise ValueError(f"base must be >= 2, not {self.base}: an advantage needs two siblings")
-        if self.tau_down is None and self.dwell != DWELL:
-            raise ValueError("dwell has no effect without tau_down; remove it, or set tau_down below tau")
+        if self.tau_down is None:
+            refuse_unused(self, ["dwell"], "without tau_down; remove it, or set tau_down below tau")
         if self.tau_down is not None and not 0 < self.tau_down < self.tau:
             raise ValueError(
                 f"tau_down must lie between 0 and tau={self.tau}, not {self.tau_down}: the size goes down below it"
@@ -89,11 +89,11 @@ class AdaptiveSize(GroupSize):
             self.steps += 1
         if "frac_reward_zero_std" in metrics and metrics.get("groups/rolled_out") != 0:
             self.history = [*self.history, float(metrics["frac_reward_zero_std"])][-o.window :]
-        size = self._wanted()
+        size = self._next_size()
         if size != self.size and (self.steps is None or self.steps >= o.dwell):
             self.size, self.history, self.steps = size, [], 0
 
-    def _wanted(self) -> int:
+    def _next_size(self) -> int:
         """Return the size by the mean of the last `window` shares; before that many it stays.
 
         Source: Active-RLOO (Liu), equation 5: K_base = 4, K_high = 8, tau = 0.5, W = 5.

@@ -28,7 +28,7 @@ class Exact:
 
 
 @dataclass(frozen=True, config=CHECKED)
-class Fixed:
+class FixedRounds:
     """Rounds of `size` groups until the batch is full, as DAPO's dynamic sampling is usually implemented."""
 
     size: PositiveInt | None = None
@@ -46,7 +46,7 @@ class Fixed:
 
 
 @dataclass(frozen=True, config=CHECKED)
-class Adaptive:
+class AdaptiveRounds:
     """GRESO's adaptive rollout batch (Zheng et al. 2025, eq. 6): rounds just large enough to fill the batch."""
 
     size: PositiveInt | None = None

@@ -14,7 +14,7 @@ from ....base.errors import ConfigError
 from ....base.options import CHECKED
 from ....base.state import Count, Probability, State
 from ....types import Decision, Fate, Group, Rollout, Token
-from ...base import Chart, RunFacts
+from ...base import Chart, RunFacts, refuse_unused
 from ..base import Gate, GateContext
 from .calibration import (
     BINS,
@@ -32,9 +32,9 @@ from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_lo
 from .rule import ArrolRule
 from .stats import Realised
 
-REMEMBERED = 2048
+MAX_ROLLOUTS = 2048
 """Rollouts whose scores and lengths are kept, pruned ones included."""
-FIRST_AT = 16
+FIRST_DETECTION_TOKEN = 16
 """Detection token of the first step, before any length is known; nothing is pruned yet."""
 
 
@@ -66,12 +66,10 @@ class Arrol:
     def __post_init__(self) -> None:
         if self.p_min > self.keep_rate:
             raise ValueError(f"p_min={self.p_min} must not be above keep_rate={self.keep_rate}: it would replace it")
-        for name in ("quantile", "share") if self.at is not None else ():
-            if getattr(self, name) != getattr(Arrol, name):
-                raise ValueError(f"{name} has no effect with at: {self.at}; remove one of them")
-        for name in ("target", "strength") if self.balance == "distinct" else ():
-            if getattr(self, name) != getattr(Arrol, name):
-                raise ValueError(f"{name} has no effect with balance: {self.balance}; remove it")
+        if self.at is not None:
+            refuse_unused(self, ("quantile", "share"), f"with at: {self.at}; remove one of them")
+        if self.balance == "distinct":
+            refuse_unused(self, ("target", "strength"), f"with balance: {self.balance}; remove it")
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         """Yield settings that leave nothing to prune."""
@@ -149,16 +147,16 @@ class ArrolGate(Gate):
         self.name = context.name
         self._context = context
         self._steps = 0
-        self._at = options.at or FIRST_AT
-        self._posterior = BinnedPosterior(options.bins, REMEMBERED)
-        self._bins = Window(maxlen=REMEMBERED)
+        self._at = options.at or FIRST_DETECTION_TOKEN
+        self._posterior = BinnedPosterior(options.bins, MAX_ROLLOUTS)
+        self._bins = Window(maxlen=MAX_ROLLOUTS)
         self._scale_M = np.empty(0)
         """Scores of recent rollouts by the current predictor, ascending."""
-        self._lengths = Window(maxlen=REMEMBERED)
+        self._lengths = Window(maxlen=MAX_ROLLOUTS)
         """Length of a rollout's last turn, and the number of rollouts it represents."""
         self._q_B = self._posterior.table()
         self._survival_B = np.full(self._posterior.bins, options.keep_rate)
-        self._novelty = Window(maxlen=REMEMBERED)
+        self._novelty = Window(maxlen=MAX_ROLLOUTS)
         self._factor = 1.0
         self._realised = Realised()
 
@@ -188,8 +186,9 @@ class ArrolGate(Gate):
         self._remember([d.verdict.evidence for d in decisions if d is not None], group)
         scored: list[tuple[float, bool, float]] = []
         for rollout, decision in zip(group.siblings, decisions, strict=True):
-            asked = decision.verdict.evidence if decision is not None and "score" in decision.verdict.evidence else None
-            if asked is not None:
+            evidence = {} if decision is None else decision.verdict.evidence
+            has_score = "score" in evidence
+            if has_score:
                 self._realised.returned += 1
                 self._realised.pruned += rollout.fate == Fate.PRUNED
             label, weight = self._right(rollout), 1 / rollout.survival_p
@@ -198,23 +197,23 @@ class ArrolGate(Gate):
             self._learn(rollout.last_hidden, mean_logp(rollout), label, weight)
             self._lengths.append((rollout.turns[-1].stop - rollout.turns[-1].start, weight))
             self._realised.ended_early += decision is None
-            if asked is not None and decision is not None:
-                self._posterior.observe(asked["score"], label, weight)
-                self._learn(asked.get("hidden"), asked.get("logp", 0.0), label, weight)
-                saved = weight * (1 - asked["chance"]) * _sampled_after(rollout, decision)
-                self._realised.outcomes.append((asked["q"], label, weight, saved))
-                scored.append((asked["score"], label, weight))
+            if decision is not None and has_score:
+                self._posterior.observe(evidence["score"], label, weight)
+                self._learn(evidence.get("hidden"), evidence.get("logp", 0.0), label, weight)
+                saved = weight * (1 - evidence["chance"]) * _sampled_after(rollout, decision)
+                self._realised.outcomes.append((evidence["q"], label, weight, saved))
+                scored.append((evidence["score"], label, weight))
         if scored:
             self._realised.siblings(scored)
         survivors = sum(r.fate != Fate.PRUNED for r in group.siblings)
         labels = [self._right(r) for r in group.siblings]
         self._realised.group([label for label in labels if label is not None], survivors, len(group.siblings))
 
-    def _remember(self, asked: list[Mapping[str, Any]], group: Group) -> None:
+    def _remember(self, evidences: list[Mapping[str, Any]], group: Group) -> None:
         """Store a group's rollouts in their state at the detection token, whatever their fate."""
-        scored = [evidence for evidence in asked if "score" in evidence]
+        scored = [evidence for evidence in evidences if "score" in evidence]
         self._realised.asked += len(scored)
-        self._realised.not_finite += len(asked) - len(scored)
+        self._realised.not_finite += len(evidences) - len(scored)
         for evidence in scored:
             self._realised.survival += evidence["chance"]
             self._realised.novelty += evidence["novelty"]
@@ -256,14 +255,14 @@ class ArrolGate(Gate):
         self._scale_M = np.sort(self.head.recent_scores().astype(np.float64))
 
     def metrics(self) -> dict[str, float]:
-        found = self._realised.metrics() | {
+        metrics = self._realised.metrics() | {
             "detection_length": float(self._at),
             "cold": float(self.cold),
             "one_class": float(min(self._posterior.labels) == 0),
             "target": self.options.target,
             "head_resets": float(self.head.resets),
         }
-        return {f"gate/{self.name}/{name}": value for name, value in found.items()}
+        return {f"gate/{self.name}/{name}": value for name, value in metrics.items()}
 
     def save(self, directory: Path) -> None:
         """Write the head next to the weights of a checkpoint or of the finished model."""

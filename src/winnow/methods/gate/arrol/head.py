@@ -34,7 +34,7 @@ FILE = "gate/quality_head.safetensors"
 WIDTH, LEARNING_RATE = 128, 1e-3
 UPDATES, BATCH = 4, 256
 """Gradient steps after an optimizer step of the policy, and examples per gradient step."""
-REMEMBERED, RECENT = 2048, 512
+MAX_EXAMPLES, MAX_RECENT = 2048, 512
 MAX_CHANGE = 1e17
 """Bound of a hidden state's values: the sum of a million squares still fits float32."""
 
@@ -151,15 +151,15 @@ class HeadState(State):
 
 
 class QualityHead:
-    """Two layers, trained with cross-entropy on the last `REMEMBERED` labelled rollouts; built at the first one."""
+    """Two layers, trained with cross-entropy on the last `MAX_EXAMPLES` labelled rollouts; built at the first one."""
 
     def __init__(self, seed: int = 0, width: int = WIDTH, learning_rate: float = LEARNING_RATE) -> None:
         self._seed, self._width, self._learning_rate = seed, width, learning_rate
         self._fits = 0
         self.resets = 0
         """Number of resets because weights were not finite."""
-        self._examples = Window(maxlen=REMEMBERED)
-        self._recent = Window(maxlen=RECENT)
+        self._examples = Window(maxlen=MAX_EXAMPLES)
+        self._recent = Window(maxlen=MAX_RECENT)
         """Hidden state and log-probability."""
         self._net: nn.Sequential | None = None
         self._optimizer: torch.optim.AdamW | None = None
@@ -171,7 +171,7 @@ class QualityHead:
         self._recent.extend(zip(hidden_NH, logp_N, strict=True))
 
     def recent_scores(self) -> np.ndarray:
-        """Return the scores of the last `RECENT` rollouts by the current head, float [N]."""
+        """Return the scores of the last `MAX_RECENT` rollouts by the current head, float [N]."""
         there = self.weights.layers and len(self._recent)
         return self.weights.logits(*self._recent.columns()) if there else np.empty(0)
 
@@ -240,10 +240,10 @@ class QualityHead:
         """Return the parameters and AdamW's states of each, which AdamW makes at its first step."""
         if self._net is None or self._optimizer is None:
             return []
-        found = [p.detach() for p in self._net.parameters()]
+        tensors = [p.detach() for p in self._net.parameters()]
         for parameter in self._net.parameters():
-            found += [self._optimizer.state[parameter][key] for key in ("step", "exp_avg", "exp_avg_sq")]
-        return found
+            tensors += [self._optimizer.state[parameter][key] for key in ("step", "exp_avg", "exp_avg_sq")]
+        return tensors
 
     def state_dict(self) -> dict[str, Any]:
         return {

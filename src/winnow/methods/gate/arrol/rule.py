@@ -62,30 +62,32 @@ class ArrolRule:
         finite_N = np.isfinite(raw_N)
         rank_N = self._rank(raw_N)
         draws = {} if self.cold else self._draws(views)
-        return [
-            self._verdict(view, said, score, draws) if finite else Verdict(True, "its score is not finite")
-            for view, score, finite, *said in zip(
-                views,
-                rank_N.tolist(),
-                finite_N.tolist(),
-                logp_N.tolist(),
-                input_N.tolist(),
-                raw_N.tolist(),
-                strict=True,
-            )
-        ]
+        columns = (column.tolist() for column in (finite_N, rank_N, logp_N, input_N, raw_N))
+        verdicts = []
+        for view, finite, score, logp, model_logp, raw in zip(views, *columns, strict=True):
+            if finite:
+                verdicts.append(self._verdict(view, score, logp, model_logp, raw, draws))
+            else:
+                verdicts.append(Verdict(True, "its score is not finite"))
+        return verdicts
 
     def _rank(self, raw_N: np.ndarray) -> np.ndarray:
         """Return float64 [N] in [0, 1], or NaN."""
         return np.searchsorted(self.scale_M, raw_N) / len(self.scale_M) if len(self.scale_M) else raw_N * 0 + 0.5
 
     def _verdict(
-        self, view: GroupView, said: list[float], score: float, draws: dict[int, tuple[list[float], float]]
+        self,
+        view: GroupView,
+        score: float,
+        logp: float,
+        model_logp: float,
+        raw: float,
+        draws: dict[int, tuple[list[float], float]],
     ) -> Verdict:
-        """Return the verdict. `said`: mean log-probability as sampled, that of the model itself, and the raw score."""
+        """Return the verdict. `logp`: mean log-probability as sampled; `model_logp`: that of the model itself."""
         assert view.sibling is not None
         assert isinstance(view.at, Token)  # the gate point when the group began; `self.n` may be newer
-        (logp, model_logp, raw), number, n = said, bin_of(score, len(self.q_B)), view.at.n
+        number, n = bin_of(score, len(self.q_B)), view.at.n
         q, novelty = float(self.q_B[number]), novelty_of(logp + view.logp_before / n, n, len(view.running))
         evidence: dict[str, Any] = {"score": score, "raw": raw, "q": q, "novelty": novelty, "chance": 1.0}
         evidence |= {"hidden": view.hidden, "logp": model_logp}
@@ -113,11 +115,11 @@ class ArrolRule:
         keys = [noise_key(self.seed, QUALITY_STREAM, v.visit.prompt.ordinal, v.visit.epoch) for v in groups.values()]
         keys_N = as_tensor(keys).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
         draws = iter(uniform(keys_N, torch.cat([torch.arange(0), *map(torch.arange, sizes)])).tolist())
-        found = {}
+        by_visit = {}
         for number, size in zip(groups, sizes, strict=True):
             draws_G = list(islice(draws, size))
-            found[number] = draws_G, sorted(draws_G)[min(self.least, size) - 1] if self.least else -1.0
-        return found
+            by_visit[number] = draws_G, sorted(draws_G)[min(self.least, size) - 1] if self.least else -1.0
+        return by_visit
 
 
 def novelty_of(logp: float, n: int, size: int) -> float:

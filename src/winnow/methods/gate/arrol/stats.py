@@ -57,7 +57,7 @@ class Realised:
         0.5 if none can be told apart. `novelty` is 1 / G if all were equal so far. `survivors/none`, `one` and `all`
         count groups.
         """
-        found = {
+        metrics = {
             "asked": float(self.asked),
             "not_finite": float(self.not_finite),
             "ended_early": float(self.ended_early),
@@ -66,36 +66,36 @@ class Realised:
             "survivors/all": float(sum(n == size for n, size in self.survivors)),
         }
         if self.asked:
-            found["expected_keep_rate"] = self.survival / self.asked
-            found["novelty"] = self.novelty / self.asked
+            metrics["expected_keep_rate"] = self.survival / self.asked
+            metrics["novelty"] = self.novelty / self.asked
         if self.within:
-            found["auroc_within"] = float(np.mean(self.within))
+            metrics["auroc_within"] = float(np.mean(self.within))
         if self.returned:
-            found["keep_rate"] = 1 - self.pruned / self.returned
+            metrics["keep_rate"] = 1 - self.pruned / self.returned
         if self.groups:
             share_N, size_N = np.array(self.groups).T
-            found["positive_share"] = float((share_N * size_N).sum() / size_N.sum())
-            found["balance"] = float((share_N * (1 - share_N)).mean())
+            metrics["positive_share"] = float((share_N * size_N).sum() / size_N.sum())
+            metrics["balance"] = float((share_N * (1 - share_N)).mean())
         if self.outcomes:
             q_N, label_N, weight_N, saved_N = np.array(self.outcomes, dtype=np.float64).T
             total = weight_N.sum()
-            found["success"] = float(weight_N @ label_N / total)
-            found["predicted_success"] = float(weight_N @ q_N / total)
-            found["brier"] = float(weight_N @ (q_N - label_N) ** 2 / total)
-            found["accuracy"] = float(weight_N @ ((q_N > 0.5) == (label_N > 0.5)) / total)
-            found["tokens_saved"] = float(saved_N.sum())
+            metrics["success"] = float(weight_N @ label_N / total)
+            metrics["predicted_success"] = float(weight_N @ q_N / total)
+            metrics["brier"] = float(weight_N @ (q_N - label_N) ** 2 / total)
+            metrics["accuracy"] = float(weight_N @ ((q_N > 0.5) == (label_N > 0.5)) / total)
+            metrics["tokens_saved"] = float(saved_N.sum())
             if 0 < label_N.sum() < len(label_N):
-                found["auroc"] = auroc(q_N, label_N > 0.5, weight_N)
-            found |= _reliability(q_N, label_N, weight_N)
-        return found
+                metrics["auroc"] = auroc(q_N, label_N > 0.5, weight_N)
+            metrics |= _reliability(q_N, label_N, weight_N)
+        return metrics
 
 
 def _reliability(q_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray) -> dict[str, float]:
     """Return data of a reliability diagram: sums over the rollouts in each bin of predicted success."""
     bin_N = np.minimum((q_N * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for number in np.unique(bin_N).tolist():
         weight_M, q_M, label_M = (column[bin_N == number] for column in (weight_N, q_N, label_N))
         sums = {"rollouts": weight_M.sum(), "predicted": weight_M @ q_M, "right": weight_M @ label_M}
-        found |= {f"reliability/{number}/{name}": float(value) for name, value in sums.items()}
-    return found
+        metrics |= {f"reliability/{number}/{name}": float(value) for name, value in sums.items()}
+    return metrics
