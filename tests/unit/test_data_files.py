@@ -13,6 +13,7 @@ from winnow import ConfigError, Trainer
 from winnow.base.paths import absolute_paths, missing_paths
 from winnow.base.settings_yaml import read_yaml
 from winnow.config import METHODS
+from winnow.env import row_files
 from winnow.env.dataset import DatasetConfig
 from winnow.env.row_files import DataError
 
@@ -37,6 +38,19 @@ def test_a_file_of_another_encoding_names_it_and_the_remedy(tmp_path, name, suff
     path.write_bytes(gzip.compress(content) if suffix else content)
     with pytest.raises(DataError, match=rf"{path}: is {named}, not UTF-8; save it as UTF-8, e.g. iconv -f {named} "):
         build(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_a_file_is_opened_once(tmp_path, name, monkeypatch):
+    write = gzip.open if name.endswith(".gz") else open
+    with write(tmp_path / name, "wb") as file:
+        file.write(b'{"prompt": "a"}\n')
+    opened = []
+    monkeypatch.setattr(row_files.gzip, "open", lambda *args: opened.append(args) or gzip.GzipFile(*args))
+    usual = Path.open
+    monkeypatch.setattr(Path, "open", lambda *args: opened.append(args) or usual(*args))
+    assert [row.values for row in row_files.read_file(tmp_path / name)] == [{"prompt": "a"}]
+    assert len(opened) == 1
 
 
 def test_a_column_of_bytes_in_a_csv_file_is_refused(tmp_path):

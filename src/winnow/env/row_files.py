@@ -53,14 +53,15 @@ def read_file(path: Path) -> Iterator[Row]:
 
 def _open(path: Path) -> BinaryIO:
     """Open a file of text. Raises DataError if it is not UTF-8, as its first bytes show."""
-    with _unchecked(path) as file:
+    file = cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))  # noqa: SIM115
+    try:
         if encoding := _wide_encoding(file.read(4)):
             raise _not_utf8(path, encoding)
-    return _unchecked(path)
-
-
-def _unchecked(path: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _wide_encoding(head: bytes) -> str | None:
@@ -84,10 +85,10 @@ def _json(path: Path) -> Iterator[Row]:
     """Yield rows of a list of objects, or else one object a line."""
     with _open(path) as file:
         start = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()
-        if not start.startswith(b"["):
-            yield from _jsonl(path)
-            return
         file.seek(0)
+        if not start.startswith(b"["):
+            yield from _lines(path, file)
+            return
         if len(content := file.read(MAX_LIST + 1)) > MAX_LIST:
             raise DataError(f"{path}: a list longer than {MAX_LIST >> 20} MiB; make it JSONL, one object a line")
         values = _parsed(content.removeprefix(codecs.BOM_UTF8), str(path))
@@ -97,16 +98,20 @@ def _json(path: Path) -> Iterator[Row]:
 
 def _jsonl(path: Path) -> Iterator[Row]:
     with _open(path) as file:
-        number = 0
-        while line := file.readline(MAX_LINE + 1):
-            number += 1
-            where = f"{path}, line {number}"
-            if len(line) > MAX_LINE:
-                raise DataError(f"{where}: longer than {MAX_LINE >> 20} MiB; is this JSONL, one object a line?")
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield Row(f"{path}, line", number, _object(_parsed(line, where), where))
+        yield from _lines(path, file)
+
+
+def _lines(path: Path, file: BinaryIO) -> Iterator[Row]:
+    number = 0
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        where = f"{path}, line {number}"
+        if len(line) > MAX_LINE:
+            raise DataError(f"{where}: longer than {MAX_LINE >> 20} MiB; is this JSONL, one object a line?")
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if line.strip():
+            yield Row(f"{path}, line", number, _object(_parsed(line, where), where))
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
