@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import urllib.error
 
 import numpy as np
@@ -18,7 +19,7 @@ from winnow.record.failures import truncated_of
 from winnow.record.ledger import Ledger
 from winnow.record.ledger_file import LEDGER
 from winnow.record.step_metrics import Tally
-from winnow.tasks.agents import with_agent
+from winnow.tasks.agents import conversation, with_agent
 from winnow.types import Fate, Group, GroupKind, Visit
 
 from ..builders.groups import make_group
@@ -230,6 +231,36 @@ def test_an_agent_that_does_not_return_at_a_limit_holds_nothing_up(tokenizer):
     done.set()
     assert (rollout.stop_reason, rollout.fate, rollout.reward) == ("turns", None, 0.0)
     assert rollout.notes[0].startswith("at a limit agent agent did not return after its requests were refused")
+
+
+def test_an_agent_that_retries_at_a_limit_holds_nothing_up(tokenizer, monkeypatch):
+    monkeypatch.setattr(conversation, "RETRYING_S", 0.2)
+    done = threading.Event()
+
+    def agent(base_url, prompt):
+        ask(base_url, prompt)
+        while not done.wait(0.02):
+            with contextlib.suppress(urllib.error.HTTPError):
+                ask(base_url, [user("On.")])
+
+    began = time.monotonic()
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, max_turns=1, timeout_s=60.0), [["a"]])
+    done.set()
+    assert time.monotonic() - began < 30
+    assert (rollout.stop_reason, rollout.fate, rollout.reward) == ("turns", None, 0.0)
+    assert rollout.notes[0].startswith("at a limit agent agent did not return after its requests were refused")
+
+
+def test_an_agent_that_gives_up_its_retries_is_paid(tokenizer):
+    def agent(base_url, prompt):
+        ask(base_url, prompt)
+        for _ in range(3):
+            with contextlib.suppress(urllib.error.HTTPError):
+                ask(base_url, [user("On.")])
+        return 0.75
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, max_turns=1), [["a"]])
+    assert (rollout.stop_reason, rollout.fate, rollout.reward) == ("turns", None, 0.75)
 
 
 def test_the_ledger_tells_what_was_cut_and_what_was_not_trained(tmp_path):

@@ -28,6 +28,8 @@ UNMARKED = (
     "connection of the one before was closed. Send the header X-Stainless-Retry-Count: 1 with a repetition, as openai "
     "does"
 )
+RETRYING_S = 10.0
+"""Seconds that an agent has to return, at a limit, once it repeats a request that was refused."""
 CATCH = (
     "so it gave no reward. Catch the refusal (openai.APIStatusError, status 410) and return what was earned until then"
 )
@@ -107,6 +109,10 @@ class AgentEnv:
         self._answered: list[Request] = []
         """Requests by turn."""
         self._over = False
+        self._refused: list[Request] = []
+        """Requests since the rollout is over."""
+        self._retrying = Owed()
+        """Done once the agent repeats a refused request."""
         self.agents: set[str] = set()
         """Names under which the agent asked, answered or not."""
         self.notes: list[str] = []
@@ -125,6 +131,7 @@ class AgentEnv:
         self.agents.add(request.agent)
         with self._lock:
             if self._over:
+                self._note_refused(request)
                 raise OverError
             equal = [earlier for earlier in reversed(self._requests) if request.same_as(earlier)]
             left = [earlier for earlier in equal if earlier.abandoned]
@@ -139,6 +146,12 @@ class AgentEnv:
             self._pass_on()
         answer: Answer = request.reply.future.result()
         return answer
+
+    def _note_refused(self, request: Request) -> None:
+        if any(request.same_as(earlier) for earlier in self._refused):
+            self._retrying.succeed(None)
+        else:
+            self._refused.append(request)
 
     def _run(self) -> None:
         self._ended.settle(self._returned)
@@ -255,12 +268,19 @@ class AgentEnv:
 
     async def _at_limit(self) -> float | dict[str, float] | None:
         """Return the agent's reward after its requests were refused; None, with a note, if it gives none for that."""
-        try:
-            async with asyncio.timeout(0.9 * self._deadlines.timeout_s):  # before the call's own deadline
-                returned: Returned = await asyncio.wrap_future(self._ended.future)
-        except TimeoutError:
+        ended, retrying = (asyncio.wrap_future(owed.future) for owed in (self._ended, self._retrying))
+        wait_s = 0.9 * self._deadlines.timeout_s  # before the call's own deadline
+        limit = asyncio.get_running_loop().time() + wait_s
+        await asyncio.wait((ended, retrying), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            left_s = limit - asyncio.get_running_loop().time()
+            await asyncio.wait((ended,), timeout=min(RETRYING_S, left_s))
+        if not ended.done():
+            ended.cancel()
             self.notes.append(f"at a limit {self.label} did not return after its requests were refused; {CATCH}")
             return None
+        try:
+            returned: Returned = ended.result()
         except RuntimeError as error:
             self.notes.append(f"at a limit, where its requests are refused, {error}; {CATCH}")
             return None
