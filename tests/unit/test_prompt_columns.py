@@ -13,6 +13,7 @@ import pytest
 
 from winnow import ConfigError, Trainer
 from winnow.engine.template import with_template_values
+from winnow.env.prompt_columns import is_empty
 from winnow.env.prompting import PromptError, encode_observation, encode_prompt, with_messages
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.row_files import DataError
@@ -47,6 +48,16 @@ def test_tools_of_a_row_are_in_its_prompt(given):
     found = shown({"prompt": ASKED, "tools": given})
     assert '"name": "weather"' in found.partition("<|im_start|>")[0]
     assert build_rows([{"prompt": ASKED, "tools": given}]).train[0].columns["tools"] == given
+
+
+@pytest.mark.parametrize("value", [None, "", [], float("nan"), np.float32("nan"), np.float64("nan")])
+def test_a_column_with_nothing_in_it_is_empty(value):
+    assert is_empty(value)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, np.float32(0), False, "x", [None]])
+def test_a_column_with_a_value_is_not(value):
+    assert not is_empty(value)
 
 
 def test_keys_that_parquet_adds_are_not_shown(tmp_path):
@@ -125,7 +136,7 @@ def test_tools_that_no_template_can_show_are_a_column(row):
     """An agent or a reward function may read them; else they would be left out."""
     task = build_rows([row])
     assert not task.train[0].template_values
-    assert task.beside.keys() == {"tools"}
+    assert task.unshown_columns.keys() == {"tools"}
     agents = with_agent(task, lambda prompt, tools: float(tools == row["tools"]))
     check_rewards(agents, agents.train[0], Rewarder([]))
     with pytest.raises(ConfigError, match="the model would not be given column 'tools'"):

@@ -18,7 +18,7 @@ from ..types import Message, Prompt
 from .base import OneTurn, RewardFn
 from .chat import is_begun
 from .presets import OF_MATH, PRESETS, READ
-from .prompt_columns import beside, refuse_pictures, template_values
+from .prompt_columns import refuse_pictures, template_values, unshown_columns
 from .prompt_store import Store, StoredPrompts, content_of
 from .rewards.math import math_reward, same_answers
 from .rewards.scores import STANDARD
@@ -113,8 +113,8 @@ class DatasetTask(OneTurn):
     def __init__(self, config: DatasetConfig, train: Iterable[Row], test: Iterable[Row] | None = None) -> None:
         self.config = config
         self.reward_funcs: list[RewardFn] = [math_reward] if config.preset in OF_MATH else []
-        self.beside: dict[str, str] = {}
-        """Columns beside the prompt that usually belong to it, and the first row of each: see `prompt_columns`."""
+        self.unshown_columns: dict[str, str] = {}
+        """Columns that usually belong to the prompt but are not in it, and the first row of each."""
         self._fingerprint: str | None = None
         store = self._stored(train)
         stores = [store]
@@ -146,8 +146,8 @@ class DatasetTask(OneTurn):
             refuse_pictures(row, config.prompt_column)
             values = template_values(row, config.prompt_column, in_chat=messages is not None)
             known = READ.get(config.preset or "", ())
-            for column in beside(row, config.prompt_column, known, in_chat=messages is not None):
-                self.beside.setdefault(column, row.where)
+            for column in unshown_columns(row, config.prompt_column, known, in_chat=messages is not None):
+                self.unshown_columns.setdefault(column, row.where)
             if reserved := set(STANDARD).intersection(row.values):
                 raise DataError(
                     f"{row.where}: a column must not be called '{min(reserved)}', an argument of reward functions"

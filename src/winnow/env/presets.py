@@ -121,4 +121,4 @@ PRESETS: dict[str, Callable[[Row], Values]] = {
 """Name -> function from a published row to one with `prompt`. Raises DataError naming the row."""
 OF_MATH = frozenset(PRESETS) - {"alpaca", "sharegpt"}
 READ = {"alpaca": ("system", "history", "input"), "sharegpt": ("system",)}
-"""Columns that a preset makes part of the prompt: see `prompt_columns.BESIDE`."""
+"""Columns that a preset makes part of the prompt: see `prompt_columns.INSTRUCTION_COLUMNS`."""

@@ -1,20 +1,21 @@
 """Columns that other libraries make part of the prompt: shown by the chat template, or refused by name.
 
 `tools` and `chat_template_kwargs` reach the chat template, as in TRL's data formats. Pictures are refused. A column of
-`BESIDE` is only a column if a reward function or an environment asks for it; else it would be left out in silence.
+`INSTRUCTION_COLUMNS` needs a reward function or an environment that reads it; the model would not be given it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence, Sized
+from numbers import Real
 from typing import Any
 
 from .row_files import DataError, Row
 
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")
 """Columns that hold a part of the prompt in multimodal data."""
-BESIDE = ("system", "system_prompt", "history", "input", "documents")
+INSTRUCTION_COLUMNS = ("system", "system_prompt", "history", "input", "documents")
 """Columns that hold a part of the prompt in instruction data."""
 TOOLS, VALUES = "tools", "chat_template_kwargs"
 RENAME = "or rename the column if rewards or environments alone read it"
@@ -22,7 +23,7 @@ RENAME = "or rename the column if rewards or environments alone read it"
 
 def is_empty(value: Any) -> bool:
     """Return whether a column has nothing: None, an empty text or list, or pandas' missing value."""
-    missing = value is None or (isinstance(value, float) and value != value)
+    missing = value is None or (isinstance(value, Real) and value != value)
     return missing or (isinstance(value, Sized) and len(value) == 0)
 
 
@@ -39,8 +40,8 @@ def refuse_pictures(row: Row, prompt_column: str, columns: Sequence[str] = PICTU
 def template_values(row: Row, prompt_column: str, *, in_chat: bool) -> dict[str, Any]:
     """Return what a row gives to the chat template: `tools`, and the values of `chat_template_kwargs`.
 
-    Both may be written as JSON. `in_chat`: the prompt is a list of messages. `tools` that are names, or stand in a row
-    of plain text, are a column (see `beside`). Raises DataError naming the column.
+    Both may be written as JSON. `in_chat`: the prompt is a list of messages. `tools` that are names, or belong to a
+    row of plain text, are a column (see `unshown_columns`). Raises DataError naming the column.
     """
     found: dict[str, Any] = {}
     for column, read in ((VALUES, _values), (TOOLS, _schemas)):
@@ -107,9 +108,12 @@ def _without_none(value: Any) -> Any:
     return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def beside(row: Row, prompt_column: str, known: Sequence[str] = (), *, in_chat: bool = False) -> list[str]:
-    """Return the columns of `BESIDE`, other than those `known`, in which this row has something."""
-    names = [name for name in BESIDE if name != prompt_column and name not in known]
-    found = [name for name in names if not is_empty(row.values.get(name))]
-    tools = row.values.get(TOOLS)
-    return found + [TOOLS] * (prompt_column != TOOLS and not is_empty(tools) and _only_named(tools, in_chat))
+def unshown_columns(row: Row, prompt_column: str, known: Sequence[str] = (), *, in_chat: bool = False) -> list[str]:
+    """Return the columns that usually belong to a prompt and that this row's prompt, and the preset, leave out.
+
+    `known`: the columns that the preset reads.
+    """
+    names = [name for name in INSTRUCTION_COLUMNS if name not in known]
+    if _only_named(row.values.get(TOOLS), in_chat):
+        names.append(TOOLS)
+    return [name for name in names if name != prompt_column and not is_empty(row.values.get(name))]

@@ -242,7 +242,7 @@ class ToolTask:
         self.reward_funcs: Sequence[RewardFn] = task.reward_funcs
         self.max_turns = max_tool_calling_iterations + 1
         self._task, self._parse, self._deadlines = task, parse, Deadlines(timeout_s, overlapping=True)
-        self.beside: Mapping[str, str] = {} if environment_factory else getattr(task, "beside", {})
+        self.unshown_columns: Mapping[str, str] = {} if environment_factory else getattr(task, "unshown_columns", {})
         """See `DatasetTask`; an environment's `reset` gets all columns."""
         self.rewards_itself = all(rewards)
         """Whether every environment has `get_reward`, so that no reward function is asked."""
@@ -270,7 +270,7 @@ class ToolTask:
             raise ValueError(f"prompt '{prompt.id}' is plain text; tools need messages and a chat model")
         if "tools" in prompt.template_values:
             raise ValueError(
-                f"prompt '{prompt.id}': column 'tools' offers tools that with_tools cannot run, next to its own; "
+                f"prompt '{prompt.id}': column 'tools' offers tools that with_tools cannot run; "
                 "remove or rename the column"
             )
         return replace(prompt, tools=tuple(self._kit(prompt).schemas))

@@ -104,11 +104,11 @@ def check_rewards(task: Task, first: Prompt, rewarder: Rewarder) -> None:
     """Raise ConfigError where rollouts would have no reward or functions are never asked, ValueError where a function
     needs a column that the data lack."""
     rewarder.check(first.columns, first.messages is not None)
-    for column, where in getattr(task, "beside", {}).items():
+    for column, where in getattr(task, "unshown_columns", {}).items():
         if column not in rewarder.parameters:
             raise ConfigError(
-                f"env: {where}: the model would not be given column '{column}', which stands next to the prompt. If it "
-                "is part of the prompt, write it into the messages, or use preset: alpaca or sharegpt. If a reward "
+                f"env: {where}: the model would not be given column '{column}', which is usually part of the "
+                "prompt. If it is, write it into the messages, or use preset: alpaca or sharegpt. If a reward "
                 "function reads it, name it among the function's arguments. Else remove the column"
             )
     if not rewarder.names and task.make_env(first) is None:

@@ -151,10 +151,10 @@ def _shown(task: Any, config: WarmStartConfig) -> Shown:
         return task
     if not getattr(task, "train", None):
         raise TypeError(f"warm start: task {getattr(task, 'name', task)!r} has no demonstrations to teach from")
-    for column, where in getattr(task, "beside", {}).items():
+    for column, where in getattr(task, "unshown_columns", {}).items():
         raise ConfigError(
-            f"warm start: {where}: the model would not be given column '{column}', which stands next to the prompt; "
-            "write it into the messages, use preset: alpaca or sharegpt, or remove the column"
+            f"warm start: {where}: the model would not be given column '{column}', which is usually part of the "
+            "prompt; write it into the messages, use preset: alpaca or sharegpt, or remove the column"
         )
     return RowDemonstrations(task.name, task.train, config.completion_column)
 

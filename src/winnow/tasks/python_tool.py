@@ -76,7 +76,7 @@ class PythonTool:
         self.reward_funcs: list[RewardFn] = task.reward_funcs
         self._sandbox = Sandbox(config.sandbox())
         self._task = task
-        self.beside = task.beside
+        self.unshown_columns = task.unshown_columns
         self.train = changed(task.train, partial(_instructed, instruction=config.instruction))
         self.test = changed(task.test, partial(_instructed, instruction=config.instruction))
 
