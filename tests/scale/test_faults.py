@@ -64,7 +64,8 @@ def kill_samplers(config: dict[str, Any], kills: int) -> None:
         killed, before = set[int](), list[SamplerHandle]()
         for _ in range(kills):
             if draws.random() < 0.7:  # they have finished groups since; else they may not even have started
-                wait_for(lambda before=before: pool._members != before and not any(m.deaths for m in pool._members))  # type: ignore[misc]
+                wait_for(lambda before=before: pool._members != before)  # type: ignore[misc]
+                wait_for(lambda: not any(m.consecutive_failures for m in pool._members))
             time.sleep(draws.uniform(0, 0.5))
             wait_for(lambda: {p.pid for p in processes("SamplerActor")} - killed)
             victim = draws.choice(sorted({p.pid for p in processes("SamplerActor")} - killed))

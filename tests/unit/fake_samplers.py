@@ -14,7 +14,7 @@ import pytest
 from winnow.config import validate
 from winnow.sampler import pool
 from winnow.sampler.base import PoolOptions
-from winnow.sampler.handle import Message, SamplerHandle
+from winnow.sampler.handle import Message, SamplerHandle, Stage
 from winnow.sampler.pool import SamplerPool
 from winnow.types import Group, Job, Prompt, Purpose, Rollout, Visit
 
@@ -91,7 +91,7 @@ def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Builds a pool of two samplers that work; `max_turns` is the task's."""
     monkeypatch.setattr(pool, "fingerprints", lambda task, tokenizer: {})
     monkeypatch.setattr(pool, "POLL_S", 0.01)
-    monkeypatch.setattr(pool, "SETTLE_S", 0.0)
+    monkeypatch.setattr(pool, "REDISPATCH_DELAY_S", 0.0)
     monkeypatch.setattr(pool, "STOP_S", 0.01)
     config = validate({"model": "m", "env": "countdown", "output_dir": str(tmp_path)})
 
@@ -110,8 +110,8 @@ def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def working(member: SamplerHandle) -> None:
-    member.built = member.ready = True
-    member.heard = member.moved = float("inf")
+    member.stage = Stage.READY
+    member.last_message_at = member.last_progress_at = float("inf")
 
 
 def evaluation(n: int, size: int = 1) -> list[Job]:

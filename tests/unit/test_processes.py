@@ -19,7 +19,7 @@ from winnow.run.serve import alone_on
 from winnow.sampler import Processes, SamplersLostError, pool
 from winnow.sampler.base import SamplerRefusedError
 from winnow.sampler.codec import group_state, job_state
-from winnow.sampler.handle import InFlightJob
+from winnow.sampler.handle import InFlightJob, Stage
 from winnow.sampler.pool import SamplerPool
 from winnow.sampler.weights import PublishedWeights
 from winnow.types import Fate, Group
@@ -76,7 +76,7 @@ def test_a_dead_samplers_groups_are_launched_once_more_then_failed(sampler: Samp
 def test_a_sampler_that_never_began_does_not_count(sampler: SamplerPool) -> None:
     sampler.launch(job(0))
     for slot in (0, 1, 0):
-        sampler._members[slot].ready = False
+        sampler._members[slot].stage = Stage.BUILT
         channel_of(sampler, slot).says(None)
         assert sampler.poll() == []
     assert sampler.pending == 1
@@ -99,7 +99,7 @@ def test_deaths_in_a_row_end_the_run_but_a_group_in_between_forgives(sampler: Sa
 
 def test_silence_is_death(sampler: SamplerPool) -> None:
     silent = sampler._members[1]
-    silent.heard = 0.0
+    silent.last_message_at = 0.0
     sampler.poll()
     assert channel_of_member(silent).killed
     assert sampler._members[1] is not silent
@@ -122,7 +122,7 @@ def test_a_lost_sampler_does_not_hold_up_the_end(sampler: SamplerPool, monkeypat
     monkeypatch.setattr(pool, "STOP_S", 60.0)
     for _ in range(3):
         channel_of(sampler, 0).says(None)
-        if sampler._members[0].deaths < 2:
+        if sampler._members[0].consecutive_failures < 2:
             sampler.poll()
     with pytest.raises(SamplersLostError):
         sampler.poll()
@@ -134,7 +134,7 @@ def test_a_lost_sampler_does_not_hold_up_the_end(sampler: SamplerPool, monkeypat
 
 
 def test_new_groups_go_to_samplers_that_work(sampler: SamplerPool) -> None:
-    sampler._members[0].ready = False
+    sampler._members[0].stage = Stage.BUILT
     for number in range(3):
         sampler.launch(job(number))
     assert [len(member.flights) for member in sampler._members] == [0, 3]
@@ -199,7 +199,7 @@ def test_jobs_come_back_in_order_while_groups_for_training_wait_for_poll(sampler
 
 def test_equal_visit_numbers_of_two_purposes_are_two_groups(sampler: SamplerPool) -> None:
     sampler.launch(job(0))
-    sampler._members[1].ready = False  # everything goes to the first
+    sampler._members[1].stage = Stage.BUILT  # everything goes to the first
     first = channel_of(sampler, 0)
     first.says({"group": group_state(group(visit(0, HELD_OUT), "eval"))})
     (found,) = sampler.run(evaluation(1))
@@ -236,7 +236,7 @@ def test_few_environments_are_alive_beside_training(made: Any, monkeypatch: pyte
 
 @pytest.mark.parametrize("where", ["poll", "run"])
 def test_a_sampler_that_refuses_ends_the_run_where_no_other_works(sampler: SamplerPool, where: str) -> None:
-    sampler._members[0].ready = False
+    sampler._members[0].stage = Stage.BUILT
     channel_of(sampler, 1).says({"refused": "gate divergence needs what is not there"})
     with pytest.raises(SamplerRefusedError, match="gate divergence needs what is not there"):
         sampler.poll() if where == "poll" else sampler.run(evaluation(2))

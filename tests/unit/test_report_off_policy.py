@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from winnow.base.lag_bands import LAG_BANDS
-from winnow.sampler.handle import SamplerHandle
+from winnow.sampler.handle import SamplerHandle, Stage
 
 from ..builders.pages import card, make_run, page
 from ..builders.runs import metrics_of
@@ -111,8 +111,8 @@ def test_samplers_and_ranks_have_charts_of_their_own() -> None:
     """The names that the page looks for are those that are logged."""
     source = (ASSETS / "workers.js").read_text()
     counts = {"memory_mib": 1.0, "gpu_memory_gib": 1.0}
-    member = SamplerHandle(0, NoChannel(), where="", memory=counts)
-    member.spell.spent.update({"seconds": 1, "idle_s": 0, "tokens": 1})
+    member = SamplerHandle(0, NoChannel(), stage=Stage.PLACED, memory=counts)
+    member.window.spent.update({"seconds": 1, "idle_s": 0, "tokens": 1})
     for name in member.metrics():
         assert f'["sampler", "{name.rpartition("/")[2]}"' in source
     assert '["rank", "memory_mib"' in source

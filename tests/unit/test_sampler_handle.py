@@ -15,6 +15,7 @@ from winnow.learner.fsdp.rank import Rank
 from winnow.sampler import SamplersLostError, pool
 from winnow.sampler.base import PoolOptions
 from winnow.sampler.codec import group_state
+from winnow.sampler.handle import Stage
 from winnow.sampler.pool import SamplerPool
 
 from .fake_samplers import FakeChannel, channel_of, channel_of_member, evaluation, group, job, visit, working
@@ -22,21 +23,21 @@ from .fake_samplers import FakeChannel, channel_of, channel_of_member, evaluatio
 
 def test_samplers_that_go_together_fail_nothing(sampler: SamplerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one was working on is not sent to another of the same node just before that one is missed, too."""
-    monkeypatch.setattr(pool, "SETTLE_S", 60.0)
+    monkeypatch.setattr(pool, "REDISPATCH_DELAY_S", 60.0)
     sampler.launch(job(0))
     for slot in (0, 1):
         channel_of(sampler, slot).says(None)
         assert sampler.poll() == []
         working(sampler._members[slot])
     assert sampler.pending == 1
-    sampler._settled = 0.0
+    sampler._dispatch_after = 0.0
     sampler.poll()
     assert sum(len(member.flights) for member in sampler._members) == 1
 
 
 def test_work_goes_to_samplers_that_are_heard_of(sampler: SamplerPool) -> None:
     first, second = sampler._members
-    first.heard = time.monotonic() - 0.6 * sampler.options.timeout_s
+    first.last_message_at = time.monotonic() - 0.6 * sampler.options.timeout_s
     for number in range(3):
         sampler.launch(job(number))
     assert [len(member.flights) for member in (first, second)] == [0, 3]
@@ -54,7 +55,7 @@ def test_a_sampler_that_has_no_place_is_waited_for(sampler: SamplerPool, no_room
     channel_of(sampler, 0).says(None)
     sampler.poll()
     waits = sampler._members[0]
-    waits.heard = 0.0
+    waits.last_message_at = 0.0
     sampler.publish({}, [], 1)
     sampler.publish({}, [], 2)
     sampler.launch(job(1))
@@ -92,7 +93,7 @@ def test_work_waits_for_a_place_and_the_run_does_not_wait_for_ever(
 
 def test_work_begins_when_as_many_as_asked_for_have_a_place(sampler: SamplerPool) -> None:
     first, second = sampler._members
-    second.where, sampler._needed = None, 2
+    first.stage, second.stage, sampler._needed = Stage.PLACED, Stage.WAITING, 2
     for number in range(4):
         sampler.launch(job(number))
     assert not first.flights
@@ -166,7 +167,7 @@ def test_the_version_is_the_oldest_that_is_known(sampler: SamplerPool) -> None:
 def test_a_sampler_that_starts_holds_nobody_up(sampler: SamplerPool) -> None:
     """It is sent no weights until its engine is built, and then the newest; after that it counts like the others."""
     starts = sampler._members[1]
-    starts.built = starts.ready = False
+    starts.stage = Stage.PLACED
     for version in (1, 2, 3):
         sampler.publish({}, [], version)
         channel_of(sampler, 0).says({"loaded": version, "dtype": "float32", "metrics": {}})
@@ -192,14 +193,14 @@ def versions_sent(sampler: SamplerPool, slot: int) -> list[int]:
 
 def test_a_sampler_that_freezes_while_it_starts_is_noticed_like_any_other(sampler: SamplerPool) -> None:
     starts, waits = sampler._members[1], channel_of(sampler, 1)
-    starts.built = starts.ready = False
-    starts.moved = time.monotonic()
+    starts.stage = Stage.PLACED
+    starts.last_progress_at = time.monotonic()
     waits.says({"busy": True})
     sampler.poll()
-    starts.heard -= sampler.options.timeout_s - 5
+    starts.last_message_at -= sampler.options.timeout_s - 5
     sampler.poll()
     assert sampler._members[1] is starts
-    starts.heard -= 10
+    starts.last_message_at -= 10
     sampler.poll()
     assert sampler._members[1] is not starts
     assert waits.killed
@@ -208,10 +209,10 @@ def test_a_sampler_that_freezes_while_it_starts_is_noticed_like_any_other(sample
 def test_a_long_start_is_waited_for_by_the_bytes_of_the_weights(sampler: SamplerPool) -> None:
     """28 GB at 10 MB/s are 2,800 s, on top of `timeout_s`. What hangs for longer is replaced though it answers."""
     starts, waits = sampler._members[1], channel_of(sampler, 1)
-    starts.built = starts.ready = False
+    starts.stage = Stage.PLACED
     sampler._transport.bytes = 28_000_000_000
     for seconds, there in ((3_000, True), (3_200, False)):
-        starts.moved = time.monotonic() - seconds
+        starts.last_progress_at = time.monotonic() - seconds
         waits.says({"busy": True})
         sampler.poll()
         assert (sampler._members[1] is starts) == there
@@ -228,7 +229,7 @@ def test_a_sampler_that_keeps_refusing_is_given_up_where_fewer_are_enough(
         channel_of(sampler, 1).says({"refused": "model: '/m' is missing"})
         if attempt < 2:
             assert sampler.poll() == []
-            assert sampler._members[1].deaths == attempt + 1
+            assert sampler._members[1].consecutive_failures == attempt + 1
         elif ended:
             with pytest.raises(SamplersLostError, match=r"sampler 1 .*refused \(model: '/m' is missing\)\n3 times"):
                 sampler.poll()

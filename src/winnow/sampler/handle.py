@@ -1,4 +1,14 @@
-"""State of one remote sampler as the learner knows it: channel, jobs in flight, metrics."""
+"""State of one remote sampler as the learner knows it: channel, stage, jobs in flight, metrics.
+
+    WAITING ----> PLACED ------> BUILT ------> READY
+           placed        built         loaded        messages of the sampler
+      |             |             |             |
+      +-------------+-------------+-------------+---> killed, and replaced by a new handle that is WAITING
+
+A waiting sampler gets no messages and has no time limits. Once placed it gets `start` and jobs, once built it gets
+weights, and once ready it runs the jobs. There is no stage after the end: the pool forgets the handle, relaunches its
+jobs and ignores what the channel still delivers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -50,6 +61,19 @@ class InFlightJob(NamedTuple):
         return self.job.purpose, self.job.visit.number
 
 
+class Stage(IntEnum):
+    """Life of a sampler up to its end; each stage includes those before."""
+
+    WAITING = 0
+    """Requested, without a place."""
+    PLACED = 1
+    """Scheduled: it builds its engine, and starts with the newest weights."""
+    BUILT = 2
+    """Its engine is built, so it is sent weights."""
+    READY = 3
+    """It has loaded weights and runs jobs."""
+
+
 @dataclass
 class MetricsWindow:
     """Metrics of a slot's sampler, and of those it replaced, since they were last read."""
@@ -64,41 +88,47 @@ class MetricsWindow:
 
 @dataclass(eq=False)
 class SamplerHandle:
-    """One sampler. It waits for a place, loads weights, and is then `ready`."""
+    """One sampler; see the module's docstring."""
 
     slot: int
     channel: Channel
-    where: str | None = None
-    """Its node, or "" for this machine; None while it waits for a place."""
+    stage: Stage = Stage.WAITING
+    where: str = ""
+    """Its node; empty for this machine, and while it waits for a place."""
     version: int = -1
     """Policy version of the weights that it has reported, or will start with."""
     dtype: str = "unknown"
     """Compute type of its engine."""
-    built: bool = False
-    """Its engine is built, so it is sent weights."""
-    ready: bool = False
-    deaths: int = 0
+    consecutive_failures: int = 0
     """Failures in a row of this slot's samplers, without a finished group in between."""
     flights: dict[tuple[str, int], InFlightJob] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
     """MiB of its memory, peak GiB of its GPU."""
-    heard: float = field(default_factory=time.monotonic)
-    moved: float = field(default_factory=time.monotonic)
+    last_message_at: float = field(default_factory=time.monotonic)
+    last_progress_at: float = field(default_factory=time.monotonic)
     """Time of its last message other than `busy`."""
-    spell: MetricsWindow = field(default_factory=MetricsWindow)
+    window: MetricsWindow = field(default_factory=MetricsWindow)
 
-    def hear(self, content: Mapping[str, Any] | None) -> None:
+    @property
+    def placed(self) -> bool:
+        return self.stage >= Stage.PLACED
+
+    @property
+    def ready(self) -> bool:
+        return self.stage is Stage.READY
+
+    def note_message(self, content: Mapping[str, Any] | None) -> None:
         """Note the time of a message."""
-        self.heard = time.monotonic()
+        self.last_message_at = time.monotonic()
         if content is None or "busy" not in content:
-            self.moved = self.heard
+            self.last_progress_at = self.last_message_at
 
     def overdue(self, timeout_s: float, busy_s: float) -> str:
         """Return how it exceeds its time limits: silent for `timeout_s`, or in one call for `busy_s`; else empty."""
         now = time.monotonic()
-        if now - self.heard > timeout_s:
+        if now - self.last_message_at > timeout_s:
             return f"sent nothing for {timeout_s:g} s and was killed"
-        if now - self.moved > busy_s:
+        if now - self.last_progress_at > busy_s:
             return f"was busy starting or loading weights for {busy_s:g} s and was killed"
         return ""
 
@@ -108,10 +138,10 @@ class SamplerHandle:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this window. Tokens are those of finished groups."""
-        metrics = {"restarts": float(self.spell.restarts), "groups": float(self.spell.groups)}
-        if self.where is not None:
-            metrics["lag"] = float(self.spell.lag)
-        spent = self.spell.spent
+        metrics = {"restarts": float(self.window.restarts), "groups": float(self.window.groups)}
+        if self.placed:
+            metrics["lag"] = float(self.window.lag)
+        spent = self.window.spent
         if spent["seconds"]:
             metrics["idle"] = spent["idle_s"] / spent["seconds"]
             metrics["tokens_per_s"] = spent["tokens"] / spent["seconds"]

@@ -2,8 +2,7 @@
 
 A sampler that exits, or sends nothing for `timeout_s`, is replaced by one with the newest weights. Its jobs are
 relaunched once on other samplers, and fail if that sampler fails too; one that was not yet ready does not count. A
-sampler without a place, as on a full cluster, is waited for: it gets no messages and no jobs, and joins with the
-newest weights once it is scheduled.
+sampler without a place, as on a full cluster, is waited for. `handle.py` draws the stages of a sampler.
 
 Messages over a `Channel` are plain JSON values, except what a transport puts in for `weights`:
 
@@ -35,12 +34,12 @@ from ..rollout.evaluate import MAX_LIVE
 from ..types import Group, Job
 from .base import PoolOptions, Sampler, SamplerContext, SamplerRefusedError, SamplersLostError
 from .codec import group_from, job_state, prompts_of
-from .handle import Channel, Inbox, InFlightJob, Message, MetricsWindow, SamplerHandle, failed_group
+from .handle import Channel, Inbox, InFlightJob, Message, MetricsWindow, SamplerHandle, Stage, failed_group
 from .weights import Transport, fingerprints
 
 POLL_S = 0.2
 """Longest wait for a message before the samplers are checked."""
-SETTLE_S = 2.0
+REDISPATCH_DELAY_S = 2.0
 """Seconds from a failure until jobs are sent again: samplers of one node may fail together."""
 STOP_S = 10.0
 """Seconds a sampler has at the end of a run to return its unfinished groups."""
@@ -81,7 +80,7 @@ class SamplerPool(Sampler):
         """Samplers required to dispatch jobs: `least` at first, then one."""
         self._waiting: deque[InFlightJob] = deque()
         """Jobs launched while too few samplers had a place, or just after a failure."""
-        self._settled = 0.0
+        self._dispatch_after = 0.0
         """When jobs may be sent again after a failure."""
         self._short_since: float | None = None
         self._landed: list[Group] = []
@@ -95,11 +94,11 @@ class SamplerPool(Sampler):
         self._redispatched = 0
         self._logged: dict[str, list[float]] = {}
         for member in self._members:
-            member.spell = MetricsWindow()
+            member.window = MetricsWindow()
 
     @property
     def _placed(self) -> list[SamplerHandle]:
-        return [member for member in self._members if member.where is not None]
+        return [member for member in self._members if member.placed]
 
     @property
     def version(self) -> int:
@@ -128,11 +127,11 @@ class SamplerPool(Sampler):
         self._waiting += jobs
         now = time.monotonic()
         placed = self._placed
-        if len(placed) < self._needed or now < self._settled:
+        if len(placed) < self._needed or now < self._dispatch_after:
             return
         self._needed, silent = 1, now - self.options.timeout_s / 2
         while self._waiting:
-            member = min(placed, key=lambda m: (m.heard < silent, not m.ready, len(m.flights)))
+            member = min(placed, key=lambda m: (m.last_message_at < silent, not m.ready, len(m.flights)))
             self._send(member, self._waiting.popleft())
 
     def _send(self, member: SamplerHandle, sent: InFlightJob) -> None:
@@ -141,14 +140,14 @@ class SamplerPool(Sampler):
 
     def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
         for member in self._placed:
-            member.spell.lag = max(member.spell.lag, self._transport.version - member.version)
+            member.window.lag = max(member.window.lag, self._transport.version - member.version)
         half = {member.dtype for member in self._members if member.ready} == {"bfloat16"}
         self._transport.write(HalvedWeights(weights) if half else weights, version)
         self._rules = [rule_state(rule) for rule in rules]
         if not self._members:
             self._members = [self._start(slot) for slot in range(self.options.samplers)]
         for member in self._placed:
-            if member.built:
+            if member.stage >= Stage.BUILT:
                 member.channel.send(self._weights_message())
             else:  # it starts with the newest
                 member.version = version
@@ -161,7 +160,7 @@ class SamplerPool(Sampler):
 
     def _begin(self, member: SamplerHandle, where: str) -> None:
         """Send a scheduled sampler what it needs to build its engine."""
-        member.where, member.version = where, self._transport.version
+        member.stage, member.where, member.version = Stage.PLACED, where, self._transport.version
         device = {"device": self.options.device_of(member.slot, self._device)}
         first = {"version": member.version, "rules": self._rules}
         member.channel.send({"start": self._orders | device | first})
@@ -214,7 +213,7 @@ class SamplerPool(Sampler):
         member = next((m for m in self._members if m.channel is message.channel), None)
         if member is None:
             return []
-        member.hear(message.content)
+        member.note_message(message.content)
         if message.content is None:
             return self._replace(member, "exited")
         return self._understood(member, message.content)
@@ -223,14 +222,15 @@ class SamplerPool(Sampler):
         if "placed" in content:
             self._begin(member, content["placed"])
         elif "built" in content:
-            member.built, member.version = True, self._transport.version
+            member.stage, member.version = Stage.BUILT, self._transport.version
             member.channel.send(self._weights_message())
         elif "loaded" in content:
-            member.version, member.dtype, member.ready = content["loaded"], content["dtype"], True
+            member.stage = Stage.READY
+            member.version, member.dtype = content["loaded"], content["dtype"]
             for name, value in content["metrics"].items():
                 self._logged.setdefault(name, []).append(value)
         elif "alive" in content:
-            member.spell.spent.update(content["alive"])
+            member.window.spent.update(content["alive"])
             member.memory = content["memory"]
         elif "refused" in content:
             if not any(other.ready for other in self._members if other is not member):
@@ -238,8 +238,8 @@ class SamplerPool(Sampler):
             return self._replace(member, "refused", content["refused"])
         elif "group" in content and (key := _key(content["group"])) in member.flights:
             del member.flights[key]
-            member.deaths = 0
-            member.spell.groups += 1
+            member.consecutive_failures = 0
+            member.window.groups += 1
             return [group_from(content["group"], self._prompts)]
         return []
 
@@ -270,10 +270,10 @@ class SamplerPool(Sampler):
         ended = member.channel.kill()
         how = why or ended
         place = self._members.index(member)
-        if member.deaths < self.options.max_restarts:
+        if member.consecutive_failures < self.options.max_restarts:
             new = self._start(member.slot)
-            new.deaths, new.spell = member.deaths + 1, member.spell
-            new.spell.restarts += 1
+            new.consecutive_failures, new.window = member.consecutive_failures + 1, member.window
+            new.window.restarts += 1
             self._members[place : place + 1] = [new]
         else:
             del self._members[place]
@@ -287,14 +287,14 @@ class SamplerPool(Sampler):
             else:
                 again.append(sent._replace(again=sent.again or member.ready))
         self._redispatched += len(again)
-        self._settled = time.monotonic() + SETTLE_S
+        self._dispatch_after = time.monotonic() + REDISPATCH_DELAY_S
         self._waiting.extendleft(reversed(again))
         self._dispatch()
         return failed
 
     def _give_up(self, member: SamplerHandle, how: str) -> None:
         """Continue without it, or raise SamplersLostError."""
-        often = f"{how}\n{member.deaths + 1} times in a row without a finished group"
+        often = f"{how}\n{member.consecutive_failures + 1} times in a row without a finished group"
         ready = sum(other.ready for other in self._members)
         if ready < self.options.least:
             self._waiting += member.flights.values()
@@ -306,11 +306,11 @@ class SamplerPool(Sampler):
         elapsed = max(time.monotonic() - self._since, 1e-9)
         spent: Counter[str] = Counter()
         for member in self._members:
-            spent.update(member.spell.spent)
+            spent.update(member.window.spent)
         found = {
             "idle/learner": self._waited / elapsed,
             "sampler/ready": float(sum(member.ready for member in self._members)),
-            "sampler/restarts": float(sum(member.spell.restarts for member in self._members)),
+            "sampler/restarts": float(sum(member.window.restarts for member in self._members)),
             "sampler/redispatched": float(self._redispatched),
         }
         if spent["seconds"]:  # else no sampler has reported since
