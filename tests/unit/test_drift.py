@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from winnow.learner.drift import kl_to_reference
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.reference_kl import kl_to_reference
 from winnow.methods.group_kind import BY_REWARDS
 from winnow.record.step_metrics import Tally
 from winnow.types import Group, Prompt, Rollout, Visit

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from winnow.learner.kl_in_reward import penalised
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.reference_kl import penalised
 from winnow.methods.advantage import ADVANTAGES
 from winnow.types import Group, Prompt, Rollout, Visit
 

@@ -13,6 +13,7 @@ import torch
 from ..config import ConfigError
 from ..types import Rollout
 from .base import Learner
+from .off_policy import from_sampler
 from .rows import Row
 
 BOUNDS = {"float64": 1e-3, "float32": 1e-3, "tfloat32": 1e-2, "float16": 2e-2, "bfloat16": 1e-1}
@@ -41,19 +42,19 @@ def require_agreement(rollouts: Sequence[Rollout], learner: Learner, engine_dtyp
 
     `rollouts` were sampled with the learner's weights. `engine_dtype` is a key of `BOUNDS`, or anything if unknown.
     """
-    found = compare(rollouts, learner)
+    agreement = compare(rollouts, learner)
     bound = max(BOUNDS.get(engine_dtype, BOUNDS["bfloat16"]), BOUNDS.get(learner.precision, BOUNDS["bfloat16"]))
-    if found.mean <= bound:  # False for NaN too
-        return found
+    if agreement.mean <= bound:  # False for NaN too
+        return agreement
     raise ConfigError(
-        f"engine: its log-probabilities are not the learner's: over {found.tokens} tokens they differ by "
-        f"{found.mean:.3g} nats on average and {found.max:.3g} at most ({bound:g} on average is allowed for "
+        f"engine: its log-probabilities are not the learner's: over {agreement.tokens} tokens they differ "
+        f"by {agreement.mean:.3g} nats on average and {agreement.max:.3g} at most ({bound:g} on average is allowed for "
         f"{engine_dtype} in the engine, {learner.precision} in the learner). "
-        + _cause(rollouts, learner, engine_dtype, bound, found)
+        + _cause(rollouts, learner, engine_dtype, bound, agreement)
     )
 
 
-def _cause(rollouts: Sequence[Rollout], learner: Learner, engine_dtype: str, bound: float, found: Agreement) -> str:
+def _cause(rollouts: Sequence[Rollout], learner: Learner, engine_dtype: str, bound: float, agreement: Agreement) -> str:
     rows = [Row(part, 0.0, 0.0) for rollout in rollouts for part in rollout.parts()]
     once, again = torch.cat(learner.logp(rows)), torch.cat(learner.logp(rows))
     if not torch.equal(once, again) and float((once - again).abs().mean()) > bound / 10:
@@ -69,7 +70,7 @@ def _cause(rollouts: Sequence[Rollout], learner: Learner, engine_dtype: str, bou
             "First tokens agree and later ones do not: the two sides attend to different tokens (a sliding window, "
             "position ids, or a cache that the model class does not keep as others do)"
         )
-    if engine_dtype != learner.precision and found.mean <= 10 * bound:
+    if engine_dtype != learner.precision and agreement.mean <= 10 * bound:
         return "The likely cause is rounding: set dtype and the engine's dtype to the same, or both to float32"
     return (
         "The two sides have different weights (a tied head that was not updated, adapters that were not merged, "
@@ -79,9 +80,5 @@ def _cause(rollouts: Sequence[Rollout], learner: Learner, engine_dtype: str, bou
 
 def _differences(rollouts: Sequence[Rollout], learner: Learner, raw: bool) -> list[torch.Tensor]:
     """Return |learner - sampler| of each segment, float64 [A]."""
-    found = []
     rows = [Row(part, 0.0, 0.0) for rollout in rollouts for part in rollout.parts()]
-    for row, logp_A in zip(rows, learner.logp(rows, raw=raw), strict=True):
-        sampler_A = torch.from_numpy(row.rollout.sampler_logp[row.rollout.action_mask])
-        found.append((logp_A.cpu().double() - sampler_A.double()).abs())
-    return found
+    return [difference_A.abs() for difference_A in from_sampler(rows, learner.logp(rows, raw=raw))]

@@ -15,7 +15,7 @@ from ..base.lag_bands import LAG_BANDS, band_of
 from ..methods.correct import effective_sample_size
 from ..types import Group
 from .base import Learner
-from .rows import Row, rollouts_of, rows_of_rollout
+from .rows import Row, rollouts_of, unweighted_rows
 
 
 def sampling_metrics(log_ratio_N: torch.Tensor, log_w_B: torch.Tensor) -> dict[str, float]:
@@ -30,7 +30,7 @@ def sampling_metrics(log_ratio_N: torch.Tensor, log_w_B: torch.Tensor) -> dict[s
     d_N, log_w_B = log_ratio_N.detach().double(), log_w_B.detach().double()
     ratio_N = d_N.exp()
     p05, p50, p95 = log_w_B.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64, device=log_w_B.device))
-    found = {
+    tensors = {
         "sampling/sampling_logp_difference/mean": d_N.abs().mean(),
         "sampling/sampling_logp_difference/max": d_N.abs().max(),
         "sampling/importance_sampling_ratio/min": ratio_N.min(),
@@ -42,7 +42,7 @@ def sampling_metrics(log_ratio_N: torch.Tensor, log_w_B: torch.Tensor) -> dict[s
         "sampling/log_ratio/p95": p95,
         "sampling/log_ratio/max": log_w_B.max(),
     }
-    metrics = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+    metrics = dict(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
     return metrics | {"ess_ratio/with_gradient": ess_ratio(log_w_B)}
 
 
@@ -51,23 +51,28 @@ def ess_ratio(log_w_B: torch.Tensor) -> float:
     return effective_sample_size(log_w_B) / len(log_w_B)
 
 
+def from_sampler(rows: Sequence[Row], logps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `logps` of each row's action tokens less the sampler's, float64 [A] on the host."""
+    differences = []
+    for row, logp_A in zip(rows, logps, strict=True):
+        sampler_A = torch.from_numpy(row.rollout.sampler_logp[row.rollout.action_mask])
+        differences.append(logp_A.cpu().double() - sampler_A.double())
+    return differences
+
+
 def log_weights(rows: Sequence[Row], learner: Learner) -> torch.Tensor:
     """Return log(learner / sampler) per rollout, float64 [R]; 0 without a sampled token. Takes a forward pass."""
-    log_w_B = torch.zeros(len(rows), dtype=torch.float64)
-    sampled = [b for b, row in enumerate(rows) if row.rollout.action_mask.any()]
-    for b, logp_A in zip(sampled, learner.logp([rows[b] for b in sampled]) if sampled else [], strict=True):
-        rollout = rows[b].rollout
-        sampler_A = torch.from_numpy(rollout.sampler_logp[rollout.action_mask])
-        log_w_B[b] = (logp_A.cpu().double() - sampler_A.double()).sum()
-    of_row = iter(log_w_B.tolist())
-    return torch.tensor([sum(next(of_row) for _ in of_one) for of_one in rollouts_of(rows)], dtype=torch.float64)
+    sampled = [row for row in rows if row.rollout.action_mask.any()]
+    differences = from_sampler(sampled, learner.logp(sampled)) if sampled else []
+    log_w = {id(row): float(difference_A.sum()) for row, difference_A in zip(sampled, differences, strict=True)}
+    of_rollouts = [sum(log_w.get(id(row), 0.0) for row in rollout) for rollout in rollouts_of(rows)]
+    return torch.tensor(of_rollouts, dtype=torch.float64)
 
 
 def log_ratios(groups: Sequence[Group], learner: Learner) -> list[np.ndarray]:
     """Return log(learner / sampler) of each group's rewarded rollouts, float64. Takes a forward pass."""
     rollouts = [[rollout for rollout in group.siblings if rollout.reward is not None] for group in groups]
-    every = list(chain.from_iterable(rollouts))
-    rows = [row for number, rollout in enumerate(every) for row in rows_of_rollout(rollout, number=number)]
+    rows = unweighted_rows(list(chain.from_iterable(rollouts)))
     log_w_B = log_weights(rows, learner).numpy() if rows else np.zeros(0)
     return np.split(log_w_B, np.cumsum([len(of_group) for of_group in rollouts]))[: len(groups)]
 

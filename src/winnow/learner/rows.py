@@ -6,7 +6,7 @@ Rows are weighted over the whole optimizer batch (the token reduction). Rows wit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -96,25 +96,28 @@ def rows_of(
         weights += token_weights(lengths, loss_type, max_completion_length, times, count, len(means)).tolist()
     rows: list[Row] = []
     for (rollout, a), weight, (factor, pool) in zip(everyone, weights, pools, strict=True):
-        rows += rows_of_rollout(rollout, a, weight * factor, pool, number=len(rows))
+        rows += _segments(Row(rollout, a, weight * factor, pool), number=len(rows))
     return rows
 
 
-def rows_of_rollout(
-    rollout: Rollout, advantage: float = 0.0, weight: float = 0.0, pool: Pool | None = None, *, number: int
-) -> list[Row]:
-    """Return one row per segment. `number`: one that no other rollout of the batch has."""
-    parts = rollout.parts()
-    return [Row(part, advantage, weight, pool, number if len(parts) > 1 else None) for part in parts]
+def unweighted_rows(rollouts: Sequence[Rollout]) -> list[Row]:
+    """Return the rows of rollouts of which only log-probabilities are computed."""
+    return [row for number, rollout in enumerate(rollouts) for row in _segments(Row(rollout, 0.0, 0.0), number)]
+
+
+def _segments(whole: Row, number: int) -> list[Row]:
+    """Return one row per segment of a rollout. `number`: one that no other rollout of the batch has."""
+    parts = whole.rollout.parts()
+    return [replace(whole, rollout=part, rollout_number=number if len(parts) > 1 else None) for part in parts]
 
 
 def rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each rollout, in order of their first rows."""
-    found: dict[tuple[str, int], list[Row]] = {}
+    rollouts: dict[tuple[str, int], list[Row]] = {}
     for number, row in enumerate(rows):
         key = ("alone", number) if row.rollout_number is None else ("several", row.rollout_number)
-        found.setdefault(key, []).append(row)
-    return list(found.values())
+        rollouts.setdefault(key, []).append(row)
+    return list(rollouts.values())
 
 
 def token_weights(

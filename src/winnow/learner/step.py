@@ -18,9 +18,8 @@ from ..methods.correct import StepScale
 from ..methods.loss import LossConfig
 from ..types import Group
 from .base import Learner, Stats
-from .drift import kl_to_reference
-from .kl_in_reward import penalised
 from .off_policy import ess_ratio, lag_metrics, log_weights, sampling_metrics
+from .reference_kl import kl_to_reference, penalised
 from .rows import Row, rows_of, with_gradient
 
 
@@ -120,7 +119,7 @@ class OptimizerStep:
             "rows_with_gradient": float(len(teaching)),
             "updated": float(bool(teaching)),
             **penalty,
-            **self._drift(groups, step),
+            **self._reference_kl(groups, step),
         }
         if not teaching:
             return metrics
@@ -141,7 +140,7 @@ class OptimizerStep:
             **lag_metrics(teaching, step),
             **self.scale.metrics(),
             **_token_means(stats, self.loss),
-            **_found_baselines(stats),
+            **_baseline_metrics(stats),
         }
 
     def _ess(self, log_w_B: torch.Tensor, others: Sequence[Row]) -> dict[str, float]:
@@ -155,7 +154,7 @@ class OptimizerStep:
             return {}
         return {"ess_ratio": ess_ratio(torch.cat([log_w_B.cpu().double(), log_weights(others, self.learner)]))}
 
-    def _drift(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+    def _reference_kl(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Return the KL to the reference before the update, if due; steps count from 1, as in the metrics."""
         every = self.options.reference_kl_steps
         if every is None or (step + 1) % every:
@@ -181,7 +180,7 @@ def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
     return metrics
 
 
-def _found_baselines(stats: Stats) -> dict[str, float]:
+def _baseline_metrics(stats: Stats) -> dict[str, float]:
     """Return metrics of advantages whose baselines the update computes."""
     metrics = {}
     if stats.baselines:
