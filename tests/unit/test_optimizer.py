@@ -18,7 +18,7 @@ from transformers.optimization import Adafactor
 
 from winnow.base.settings_yaml import load_yaml
 from winnow.config import ConfigError, validate
-from winnow.learner.fsdp.options import Fsdp
+from winnow.learner.fsdp.learner import Fsdp
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.optimizer import make_optimizer

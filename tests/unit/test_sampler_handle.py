@@ -11,7 +11,7 @@ import torch
 from winnow.base.memory import gpu_gib
 from winnow.learner.base import Sizes
 from winnow.learner.fsdp.learner import FsdpLearner
-from winnow.learner.fsdp.rank import Rank
+from winnow.learner.fsdp.ranks import Rank
 from winnow.sampler import SamplersLostError, pool
 from winnow.sampler.base import PoolOptions
 from winnow.sampler.codec import group_state

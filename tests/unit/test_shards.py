@@ -19,7 +19,7 @@ from winnow.config import ConfigError, validate
 from winnow.engine.loading import load_whole
 from winnow.engine.skeleton import unloaded
 from winnow.learner import Local
-from winnow.learner.fsdp.rank import Rank
+from winnow.learner.fsdp.ranks import Rank
 from winnow.learner.fsdp.shards import load_shards, save_shards
 from winnow.methods.loss import LossConfig
 from winnow.run.build_policy import build_policy

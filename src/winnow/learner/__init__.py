@@ -2,7 +2,7 @@
 
 from .base import Learner, LearnerLostError, Policy
 from .context import LearnerContext
-from .fsdp.options import Fsdp
+from .fsdp.learner import Fsdp
 from .local.options import Local
 
 LEARNERS: dict[str, type] = {"local": Local, "fsdp": Fsdp}

@@ -1,23 +1,106 @@
-"""The driver's handle on ranks: Ray actors in one placement group that all run, or all stop."""
+"""Ranks: Ray actors in one placement group that all run, or all stop; and the driver's handle on them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from types import FrameType
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
+
 from ...base import cluster
-from ...base.weights import transfer_s
-from ..base import LearnerLostError, Policy
+from ...base.memory import gpu_gib, resident_mib
+from ...base.weights import TensorSpec, transfer_s
+from ...engine.loading import CPU, load_whole
+from ..base import LearnerLostError, Policy, Sizes
 from ..context import LearnerContext
-from .rank import Built, Rank
+from .sharded import ShardedLearner
 
 START_S = 120.0
 """Maximum time for the cluster to place and start the processes."""
 LOOK_S = 1.0
 """Seconds between pulses of ranks that run a call."""
+Built = tuple[Sizes, str, Mapping[str, TensorSpec]]
+"""Sizes, precision and specs of the whole model."""
+
+
+class Rank:
+    """One of `world` ranks, in a Ray process: joins the others and runs the driver's calls.
+
+    `folder`: the driver's, so that relative paths match; `gpu`: whether Ray assigned one.
+    """
+
+    def __init__(self, rank: int, world: int, threads: int, folder: str, gpu: bool, private: Mapping[str, str]) -> None:
+        os.environ.update(private)
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        torch.set_num_threads(threads)
+        self.rank, self.world = rank, world
+        self.gpu = gpu and torch.cuda.is_available()  # an unassigned GPU may belong to another rank
+
+    def listen(self, timeout_s: float) -> tuple[str, int] | None:
+        """Return the rendezvous host and port: rank 0 binds the port from the start, so no process can take it."""
+        import ray
+
+        if self.rank:
+            return None
+        host = ray.util.get_node_ip_address()
+        limit = timedelta(seconds=timeout_s)
+        self.store = dist.TCPStore(host, 0, self.world, is_master=True, timeout=limit, wait_for_workers=False)
+        return host, self.store.port
+
+    def join(self, host: str, port: int, timeout_s: float) -> None:
+        backend = "nccl" if self.gpu else "gloo"
+        limit = timedelta(seconds=timeout_s)
+        if self.rank:
+            self.store = dist.TCPStore(host, port, self.world, is_master=False, timeout=limit)
+        dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
+
+    def build(self, policy: Policy, context: LearnerContext, fsdp_size: int | None) -> Built:
+        """Shard the model."""
+        device = torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu")
+        model, reference = policy.model, policy.reference
+        if policy.files is None:
+            model = model.to(device)
+        if policy.reference_files is not None:
+            reference = load_whole(policy.reference_files, CPU).requires_grad_(False).eval()
+        if reference is not None:
+            reference = reference.to(device)
+        self.learner = learner = ShardedLearner(
+            model,
+            context.distribution(policy),
+            context.options_for(policy),
+            reference,
+            fsdp_size=fsdp_size,
+            gradient_baselines=context.gradient_baselines,
+            device=device,
+            files=policy.files,
+        )
+        return learner.sizes, learner.precision, learner.weights().specs
+
+    def memory(self) -> dict[str, float]:
+        return {"memory_mib": resident_mib()} | gpu_gib()
+
+    def pulse(self) -> int:
+        """Return a hash of the positions of all other threads; it changes while the rank makes progress."""
+        places = []
+        for thread, last in sys._current_frames().items():
+            frame: FrameType | None = last
+            while thread != threading.get_ident() and frame is not None:
+                places.append((id(frame), frame.f_lasti))
+                frame = frame.f_back
+        return hash(tuple(places))
+
+    def call(self, name: str, *args: Any, **named: Any) -> Any:
+        """Return the result of a learner method."""
+        return getattr(self.learner, name)(*args, **named)
 
 
 class Ranks:
@@ -89,14 +172,14 @@ class Ranks:
         from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
         harmless = FloatingPointError, ValueError, ObjectStoreFullError, OutOfDiskError  # no rank waits on another
-        asked = [getattr(a, method).remote(*args, **named) for a, args in zip(self._actors, by_rank, strict=True)]
+        pending = [getattr(a, method).remote(*args, **named) for a, args in zip(self._actors, by_rank, strict=True)]
         answers: dict[Any, Any] = {}
         pulses = Pulses(self._actors)
-        while len(answers) < len(asked):
-            waiting = [reference for reference in asked if reference not in answers]
+        while len(answers) < len(pending):
+            waiting = [reference for reference in pending if reference not in answers]
             ready, _ = ray.wait(waiting, timeout=min(LOOK_S, self.timeout_s))
             if not ready:
-                busy = [asked.index(reference) for reference in waiting]
+                busy = [pending.index(reference) for reference in waiting]
                 silent_s = self.timeout_s if self._started else max(self.timeout_s, START_S)
                 if trouble := pulses.look(busy, silent_s, silent_s + transfer_s(self.size)):
                     self._lost(trouble)
@@ -107,9 +190,9 @@ class Ranks:
                     cause = getattr(error, "cause", None)
                     if isinstance(cause, harmless):
                         raise cause from None
-                    kind, said = type(error).__name__, str(error).strip()[-2000:]
-                    self._lost(f"rank {asked.index(reference)} failed: {kind}: {said}")
-        return [answers[reference] for reference in asked]
+                    kind, message = type(error).__name__, str(error).strip()[-2000:]
+                    self._lost(f"rank {pending.index(reference)} failed: {kind}: {message}")
+        return [answers[reference] for reference in pending]
 
     def _lost(self, what: str) -> NoReturn:
         self.close()
@@ -132,33 +215,33 @@ class Pulses:
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors = actors
-        self._asked: dict[int, Any] = {}
+        self._pulses: dict[int, Any] = {}
         """Pending pulse, by rank."""
         self._places: dict[int, int] = {}
-        self._heard = [time.monotonic()] * len(actors)
-        self._moved = time.monotonic()
+        self._last_answer_at = [time.monotonic()] * len(actors)
+        self._last_progress_at = time.monotonic()
 
     def look(self, busy: Sequence[int], silent_s: float, stuck_s: float) -> str:
         """Return the problem of the `busy` ranks, or an empty string."""
         import ray
 
         for rank in busy:
-            if rank in self._asked and ray.wait([self._asked[rank]], timeout=0)[0]:
+            if rank in self._pulses and ray.wait([self._pulses[rank]], timeout=0)[0]:
                 with contextlib.suppress(ray.exceptions.RayError):  # it exited; its call reports the error
-                    self._note(rank, ray.get(self._asked.pop(rank), timeout=LOOK_S))
-            if rank not in self._asked:
-                self._asked[rank] = self._actors[rank].pulse.remote()
+                    self._note(rank, ray.get(self._pulses.pop(rank), timeout=LOOK_S))
+            if rank not in self._pulses:
+                self._pulses[rank] = self._actors[rank].pulse.remote()
         now = time.monotonic()
-        if silent := [rank for rank in busy if now - self._heard[rank] > silent_s]:
+        if silent := [rank for rank in busy if now - self._last_answer_at[rank] > silent_s]:
             return f"rank {_listed(silent)} said nothing for {silent_s:g} s"
-        if now - self._moved > stuck_s:
+        if now - self._last_progress_at > stuck_s:
             return f"rank {_listed(busy)} made no progress for {stuck_s:g} s"
         return ""
 
     def _note(self, rank: int, place: int) -> None:
-        self._heard[rank] = time.monotonic()
+        self._last_answer_at[rank] = time.monotonic()
         if self._places.get(rank) != place:
-            self._places[rank], self._moved = place, self._heard[rank]
+            self._places[rank], self._last_progress_at = place, self._last_answer_at[rank]
 
 
 def _listed(ranks: Sequence[int]) -> str:
