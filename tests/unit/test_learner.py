@@ -15,7 +15,7 @@ from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
 from winnow.learner.base import Stats
 from winnow.learner.batch import PASS_TOKENS, Budget, collate, micro_batches
-from winnow.learner.local import logprob, vocabulary
+from winnow.learner.local import logprob
 from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution, token_logp
@@ -54,7 +54,7 @@ def test_chunked_log_softmax_is_the_naive_one_forward_and_backward(
     monkeypatch: pytest.MonkeyPatch, rows_a_chunk: int, bias: bool, options: dict[str, float]
 ) -> None:
     monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", rows_a_chunk * VOCABULARY)
-    monkeypatch.setattr(vocabulary, "SLICE_ELEMENTS", {"cpu": 20 * rows_a_chunk})
+    monkeypatch.setattr(logprob, "SLICE_ELEMENTS", {"cpu": 20 * rows_a_chunk})
     torch.manual_seed(0)
     hidden = torch.randn(20, 8, dtype=torch.float64, requires_grad=True)
     head = torch.nn.Linear(8, VOCABULARY + 5, bias=bias, dtype=torch.float64)
@@ -99,7 +99,7 @@ def naive(
 def test_chunks_in_a_whole_update(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, loss = collate(random_rows(), pad_id=0), LossConfig(entropy_coef=0.1, policy_loss="plain")
     whole, stats = gradients(llama().double(), [batch], loss)
-    monkeypatch.setattr(vocabulary, "SLICE_ELEMENTS", {"cpu": 4 * VOCABULARY})
+    monkeypatch.setattr(logprob, "SLICE_ELEMENTS", {"cpu": 4 * VOCABULARY})
     chunked, chunked_stats = gradients(llama().double(), [batch], loss)
     assert_equal(chunked, whole)
     assert chunked_stats.sums == pytest.approx(stats.sums)

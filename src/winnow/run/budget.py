@@ -18,8 +18,8 @@ from ..engine import LocalOptions, VllmOptions
 from ..engine.local.engine import PREFILL_TOKENS
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
 from ..learner.local.learner import FILE_BYTES
+from ..learner.local.logprob import SLICE_ELEMENTS
 from ..learner.local.recompute import WORTH, is_gated
-from ..learner.local.vocabulary import SLICE_ELEMENTS
 
 GIB = 2**30
 USABLE = 0.94

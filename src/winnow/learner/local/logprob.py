@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from ...base.nucleus import lowest_kept, relative_weights
 from ...base.repetition import penalized, seen
-from .vocabulary import sliced_logp
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits held at once, forward or backward (256 MiB in float32)."""
+SLICE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Logits of a slice of the vocabulary, by device. On a CPU (16 MiB in float32) larger slices overflow the cache and
+smaller ones make narrow products, measured; on a GPU (256 MiB) each slice costs launches."""
 
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
@@ -27,12 +31,6 @@ class Context:
     ids_BT: torch.Tensor
     row_N: torch.Tensor
     before_N: torch.Tensor
-
-    @classmethod
-    def of(cls, ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Context:
-        """Return the context of the tokens in a mask, whose first column is False."""
-        row_N, before_N = mask_BT.nonzero(as_tuple=True)
-        return cls(ids_BT, row_N, before_N)
 
     def part(self, some: slice) -> Context:
         return Context(self.ids_BT, self.row_N[some], self.before_N[some])
@@ -69,8 +67,8 @@ class TokenDistribution:
         return self.whole and self.temperature > 0 and self.repetition_penalty == 1
 
     def context(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Context | None:
-        """Return the context of the tokens in a mask, if it matters."""
-        return None if self.repetition_penalty == 1 else Context.of(ids_BT, mask_BT)
+        """Return the context of the tokens in a mask, whose first column is False; None if it does not matter."""
+        return None if self.repetition_penalty == 1 else Context(ids_BT, *mask_BT.nonzero(as_tuple=True))
 
     def logits(self, raw_NV: torch.Tensor, targets_N: torch.Tensor, context: Context | None = None) -> torch.Tensor:
         """Return [N, V'], float32 (float64 stays), dropped tokens at -inf; not the target: its ratio must be finite."""
@@ -135,7 +133,10 @@ def token_logp(
     """
     if type(head) is torch.nn.Linear and head.bias is None and distribution.plain:
         hidden, weight = in_the_type_of_autocast(hidden_NH, head.weight[: distribution.n_tokens])
-        return sliced_logp(hidden, weight, targets_N, distribution.temperature, squares=squares)
+        sliced: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Sliced.apply(
+            hidden, weight, targets_N, distribution.temperature, squares
+        )
+        return sliced
 
     def chunk(some: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         before = None if context is None else context.part(some)
@@ -149,3 +150,89 @@ def token_logp(
     parts = [checkpoint(chunk, slice(start, start + rows), use_reentrant=False) for start in starts]
     logp_N, entropy_N, squares_N = (torch.cat([part[k] for part in parts]) for k in range(3))
     return logp_N, entropy_N, squares_N
+
+
+class _Sliced(torch.autograd.Function):
+    """`of_tokens` of `hidden @ weight.T` without filters, one slice of the vocabulary at a time.
+
+    The backward pass recomputes each slice's logits, which costs a third more products with the head. A slice's
+    gradient is written once, and all other intermediate values fit the cache. `hidden_NH` and `weight_VH` have the
+    compute dtype; results are float32, or float64 for float64 input.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+        squares: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+        largest = torch.full(targets_N.shape, -torch.inf, dtype=wide, device=hidden_NH.device)
+        # Sums of e = exp(logit - largest), of e times (logit - largest), and of e squared.
+        total, moment, square = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
+        target = torch.zeros_like(largest)
+        for start, logits in _slices(hidden_NH, weight_VH, temperature, wide):
+            here = (targets_N - start).clamp(0, logits.shape[1] - 1)
+            inside = (targets_N >= start) & (targets_N < start + logits.shape[1])
+            target = torch.where(inside, logits.gather(1, here[:, None])[:, 0], target)
+            before, largest = largest, torch.maximum(largest, logits.amax(1))
+            lower = torch.where(before == -torch.inf, 0, before - largest)
+            shrink = torch.where(before == -torch.inf, 0, lower.exp())
+            logits -= largest[:, None]
+            e = logits.exp()
+            moment = shrink * (moment + lower * total) + torch.linalg.vecdot(e, logits)
+            total = shrink * total + e.sum(1)
+            if squares:
+                square = shrink.square() * square + torch.linalg.vecdot(e, e)
+        log_total = total.log()
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, largest + log_total, log_total - moment / total)
+        ctx.temperature, ctx.wide = temperature, wide
+        ctx.set_materialize_grads(False)
+        squared = square / total.square()
+        ctx.mark_non_differentiable(squared)
+        return target - largest - log_total, log_total - moment / total, squared
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden_NH, weight_VH, targets_N, norm_N, entropy_N = ctx.saved_tensors
+        to_logp, to_entropy, _ = gradients
+        if to_logp is None:
+            to_logp = torch.zeros_like(norm_N)
+        to_hidden = torch.zeros_like(hidden_NH, dtype=ctx.wide) if ctx.needs_input_grad[0] else None
+        to_weight = torch.empty_like(weight_VH) if ctx.needs_input_grad[1] else None
+        for start, logits in _slices(hidden_NH, weight_VH, ctx.temperature, ctx.wide):
+            logits -= norm_N[:, None]
+            if to_entropy is None:
+                y = logits.exp_().mul_(-to_logp[:, None])
+            else:
+                factor = to_logp[:, None] + to_entropy[:, None] * (logits + entropy_N[:, None])
+                y = logits.exp_().mul_(-factor)
+            inside = (targets_N >= start) & (targets_N < start + y.shape[1])
+            here = (targets_N - start).clamp(0, y.shape[1] - 1)
+            y.scatter_add_(
+                1, here[:, None], torch.where(inside, to_logp, 0)[:, None]
+            )  # no boolean mask, which would make the host wait
+            if ctx.temperature != 1:
+                y /= ctx.temperature
+            y = y.to(hidden_NH.dtype)
+            some = slice(start, start + y.shape[1])
+            if to_weight is not None:
+                torch.mm(y.t(), hidden_NH, out=to_weight[some])
+            if to_hidden is not None:
+                to_hidden += y @ weight_VH[some]
+        return None if to_hidden is None else to_hidden.to(hidden_NH.dtype), to_weight, None, None, None
+
+
+def _slices(
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, wide: torch.dtype
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield each slice's first id and logits."""
+    elements = SLICE_ELEMENTS.get(hidden_NH.device.type, SLICE_ELEMENTS["cpu"])
+    size = max(1, elements // max(1, len(hidden_NH)))
+    for start in range(0, len(weight_VH), size):
+        logits = (hidden_NH @ weight_VH[start : start + size].t()).to(wide)
+        yield start, logits if temperature == 1 else logits.div_(temperature)
