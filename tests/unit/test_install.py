@@ -18,10 +18,10 @@ from winnow import __version__
 from winnow.base import install as install_module
 from winnow.base.install import install
 from winnow.cli.main import app
+from winnow.cli.schema import config_schema
 from winnow.config import METHODS, load_config
 from winnow.env.workers.bubblewrap import SandboxError
 from winnow.run import doctor
-from winnow.run.catalogue import config_schema
 
 ROOT = Path(__file__).parents[2]
 CHECKOUT = f"pip install -e '{ROOT}[ray]'"

@@ -32,7 +32,7 @@ def schema(as_json: Json = False) -> None:
 
     With the Red Hat YAML extension: `# yaml-language-server: $schema=winnow.schema.json` on a file's first line.
     """
-    from ..run.catalogue import config_schema
+    from .schema import config_schema
 
     show(config_schema(), as_json, lambda found: Text(json.dumps(found, indent=2)))
 

@@ -1,4 +1,4 @@
-"""Catalogue behind `winnow methods`, and the JSON Schema of the configuration, read from the method tables."""
+"""Catalogue behind `winnow methods`, read from the method tables."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from ..config import METHODS, RunConfig
 from ..engine import ENGINES
 from ..learner import LEARNERS
 from ..methods import tables
 from ..sampler import SYNCS
 from ..tasks import ENVS
-from .resolved import AUTO
 
 _TABLES = {"env": ENVS, "sync": SYNCS, "engine": ENGINES, "learner": LEARNERS, **tables.TABLES}
 _ORDER = (
@@ -25,9 +21,6 @@ _ORDER = (
 TABLES: dict[str, Mapping[str, type]] = {key: _TABLES[key] for key in _ORDER}
 """Config field -> its table, in the order a rollout passes them."""
 
-OWN = {"type": "string", "pattern": ":", "description": "A class of your own: module:Class or file.py:Class."}
-
-
 def all_methods() -> list[dict[str, Any]]:
     """Return an entry per method: `field, name, summary, file, options` (option -> default), maybe `provides`."""
     found = []
@@ -36,13 +29,13 @@ def all_methods() -> list[dict[str, Any]]:
             cls = table[name]
             summary = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
             file = cls.__module__.replace(".", "/") + ".py"
-            entry = {"field": field, "name": name, "summary": summary, "file": file, "options": options(cls)}
+            entry = {"field": field, "name": name, "summary": summary, "file": file, "options": defaults_of(cls)}
             provides = getattr(cls, "provides", None)
             found.append(entry | ({"provides": sorted(provides)} if provides else {}))
     return found
 
 
-def options(cls: type) -> dict[str, Any]:
+def defaults_of(cls: type) -> dict[str, Any]:
     """Return the defaults of a dataclass's options; `required` for those without."""
     defaults: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
@@ -53,43 +46,3 @@ def options(cls: type) -> dict[str, Any]:
         else:
             defaults[f.name] = "required"
     return defaults
-
-
-def config_schema() -> dict[str, Any]:
-    """Return the schema (Draft 2020-12) of a YAML file for `winnow train`, with options and defaults of each method."""
-    schema = RunConfig.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "Winnow run"
-    keys: list[tuple[str, str, TypeAdapter[Any]]] = [
-        (field, name, TypeAdapter(cls)) for field, table in TABLES.items() for name, cls in table.items()
-    ]
-    found, shared = TypeAdapter.json_schemas([((f, n), "validation", adapter) for f, n, adapter in keys])
-    schema.setdefault("$defs", {}).update(shared.get("$defs", {}))
-    for field in METHODS:
-        specs = [_spec(name, schema["$defs"], found[(field, name), "validation"]) for name in TABLES[field]]
-        if field == "engine":
-            specs.append({"properties": {"name": {"const": AUTO}}, "required": ["name"], "title": AUTO})
-        own = [AUTO] if field == "engine" else []
-        names = {"enum": own + list(TABLES[field]), "description": f"One of `winnow methods`, under {field}."}
-        one = {"anyOf": [names, OWN, *specs]}
-        given = schema["properties"][field]
-        kinds = {"array" if part.get("type") == "array" else "one" for part in given.get("anyOf", [given])}
-        many = {"type": "array", "items": one}
-        shape: dict[str, Any] = {"anyOf": [one, many]}
-        if len(kinds) == 1:
-            shape = many if kinds == {"array"} else one
-        schema["properties"][field] = {k: given[k] for k in ("default", "title") if k in given} | shape
-    schema["properties"]["variants"] = {
-        "type": "object",
-        "description": "Keys by the name of a variant: `variant=NAME` takes one.",
-        "additionalProperties": {"type": "object"},
-    }
-    return schema
-
-
-def _spec(name: str, defs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a method as a section: its name and its options."""
-    body = dict(defs[options["$ref"].rpartition("/")[2]]) if "$ref" in options else dict(options)
-    body["properties"] = {"name": {"const": name}} | body.get("properties", {})
-    body["required"] = ["name", *body.get("required", [])]
-    return body | {"additionalProperties": False, "title": name}
