@@ -82,21 +82,21 @@ def figures(found: tuple[list[Group], float], base: tuple[list[Group], float]) -
 
 def updates(learner: Any) -> dict[str, Callable[[list[Group]], float]]:
     """Seconds of an update's forward and backward passes, with what siblings share computed apart and once."""
-    budget = learner._budget
+    limits = learner._limits
 
     def seconds(groups: list[Group], pairs: float) -> float:
         for group in groups:
             for i, rollout in enumerate(group.rollouts):
                 rollout.reward = float(i % 2)
         rows = rows_of(groups, ADVANTAGES["rloo"](), "dapo", max_completion_length=1)
-        learner._budget = replace(budget, pairs=pairs)
+        learner._limits = replace(limits, pairs=pairs)
         started = time.perf_counter()
         learner.accumulate(rows, LossConfig(policy_loss="plain"), 0)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    return {APART: lambda groups: seconds(groups, 0.0), "shared": lambda groups: seconds(groups, budget.pairs)}
+    return {APART: lambda groups: seconds(groups, 0.0), "shared": lambda groups: seconds(groups, limits.pairs)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

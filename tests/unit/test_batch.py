@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.learner.batch import PASS_TOKENS, Budget, collate, micro_batches, packed
+from winnow.learner.batch import PASS_TOKENS, PassLimits, collate, micro_batches, packed
 from winnow.learner.rows import Row, rows_of, token_weights, with_gradient
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
@@ -71,10 +71,10 @@ def test_collate_keeps_tokens_masks_and_log_probs_in_place() -> None:
 def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int], budget: int) -> None:
     group = make_group(0, [float(i % 2) for i in range(len(lengths))], lengths)
     rows = rows_of([group], ADVANTAGES["grpo"](), "dapo", max_completion_length=64)
-    batches = micro_batches(rows, Budget(budget), pad_id=0)
+    batches = micro_batches(rows, PassLimits(budget), pad_id=0)
     assert sum(len(b.input_ids_BT) for b in batches) == len(lengths)
     assert sum(int(b.mask_BT.sum()) for b in batches) == sum(lengths)
-    for part in packed(rows, Budget(budget)):
+    for part in packed(rows, PassLimits(budget)):
         assert part.computed <= budget or len(part.rows) == 1
 
 
@@ -93,22 +93,22 @@ def rows_with_prompts(groups: int, prompt: int, lengths: list[int]) -> list[Row]
 class TestPacked:
     def test_siblings_stay_together_where_prompts_are_most_of_the_tokens(self) -> None:
         rows = rows_with_prompts(8, 50, [9, 10, 9, 12, 11, 10, 9, 8])
-        budget = Budget(2 * (50 + 8 * 12), pass_tokens=64, pairs=1e9)
-        parts = packed(rows, budget)
+        limits = PassLimits(2 * (50 + 8 * 12), pass_tokens=64, pairs=1e9)
+        parts = packed(rows, limits)
         assert [len({row.rollout.prompt_ids for row in part.rows}) for part in parts] == [2] * 4
-        assert all(part.computed <= budget.tokens for part in parts)
-        apart = packed(rows, replace(budget, pairs=0))
-        assert len(apart) == 8 * 8 // (budget.tokens // 62), "as many as before, where each row has its prompt"
+        assert all(part.computed <= limits.tokens for part in parts)
+        apart = packed(rows, replace(limits, pairs=0))
+        assert len(apart) == 8 * 8 // (limits.tokens // 62), "as many as before, where each row has its prompt"
 
     def test_rows_of_one_length_stay_together_where_completions_are(self) -> None:
         rows = rows_with_prompts(8, 4, [3, 60, 3, 60])
-        parts = packed(rows, Budget(16 * 64, pass_tokens=64, pairs=1000))
+        parts = packed(rows, PassLimits(16 * 64, pass_tokens=64, pairs=1000))
         assert [{len(row.rollout.token_ids) for row in part.rows} for part in parts] == [{60}, {3}]
 
     def test_a_large_model_shares_and_pads_by_smaller_savings(self) -> None:
-        assert Budget.for_model(1, 500_000, share=True).pass_tokens == PASS_TOKENS
-        assert 64 < Budget.for_model(1, 2_000_000, share=True).pass_tokens < PASS_TOKENS
-        assert Budget.for_model(1, 135_000_000, share=True).pass_tokens == 64
+        assert PassLimits.for_model(1, 500_000, share=True).pass_tokens == PASS_TOKENS
+        assert 64 < PassLimits.for_model(1, 2_000_000, share=True).pass_tokens < PASS_TOKENS
+        assert PassLimits.for_model(1, 135_000_000, share=True).pass_tokens == 64
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 0.1, 1.0 + 1e-10, float("nan")]), min_size=1, max_size=8))

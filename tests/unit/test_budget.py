@@ -90,7 +90,7 @@ def test_an_update_with_shared_prompts_holds_no_more_than_is_predicted(monkeypat
         predicted = budget(c, Shapes.from_model(given, c.lora), 80 * GIB, sampler=False).phases()["update"]
         options = LearnerOptions(tokens_per_microbatch=2048, compute_dtype=torch.bfloat16)
         learner = LocalLearner(given.to("cuda"), TokenDistribution(VOCAB), options)
-        assert all(part.trees is not None for part in batch.micro_batches(rows, learner._budget, pad_id=0))
+        assert all(part.trees is not None for part in batch.micro_batches(rows, learner._limits, pad_id=0))
         for _ in range(2):
             gc.collect()
             gpu.reset_peak()

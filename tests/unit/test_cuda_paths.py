@@ -26,7 +26,7 @@ from winnow.engine.loading import resolve_device
 from winnow.engine.local.cache import plan
 from winnow.engine.local.models import make_backend
 from winnow.learner.base import Stats
-from winnow.learner.batch import Budget, micro_batches
+from winnow.learner.batch import PassLimits, micro_batches
 from winnow.learner.fsdp.sharded import OPTIMIZER_FOLDER
 from winnow.learner.fsdp.shards import save_shards
 from winnow.learner.local import recompute
@@ -135,7 +135,7 @@ def test_a_gpu_gets_few_micro_batches() -> None:
             rollout = Rollout(sibling, prompt, zeros + 5 + number, zeros == 0, zeros, zeros.astype(np.int32))
             rows.append(Row(rollout, 1.0, 1 / 256))
     counts = [
-        len(micro_batches(rows, Budget.for_model(16_384, 600_000_000, share=True, device=device), pad_id=0))
+        len(micro_batches(rows, PassLimits.for_model(16_384, 600_000_000, share=True, device=device), pad_id=0))
         for device in ("cpu", "cuda")
     ]
     assert counts[1] <= 20 < counts[0]

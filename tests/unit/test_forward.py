@@ -9,7 +9,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from winnow.learner.base import Stats
-from winnow.learner.batch import Budget, collate, micro_batches
+from winnow.learner.batch import PassLimits, collate, micro_batches
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.reference import frozen_copy
@@ -52,9 +52,9 @@ def siblings(groups: int, size: int) -> list[Row]:
 @pytest.mark.parametrize("loss", [LossConfig(policy_loss="plain"), LossConfig(beta=0.1, entropy_coef=0.05)])
 def test_what_rows_share_computed_once_gives_the_same_gradient(tokens: int, loss: LossConfig) -> None:
     rows = siblings(4, 5)
-    apart = micro_batches(rows, Budget(tokens), pad_id=0)
+    apart = micro_batches(rows, PassLimits(tokens), pad_id=0)
     assert all(b.trees is None for b in apart)
-    together = micro_batches(rows, Budget(tokens, pairs=ALL), pad_id=0)
+    together = micro_batches(rows, PassLimits(tokens, pairs=ALL), pad_id=0)
     assert any(b.trees is not None for b in together)
     for make in (llama, gpt2):
         expected, stats = gradients(make().double(), apart, loss, reference=make().double())
@@ -69,7 +69,7 @@ def test_completions_of_one_token_are_predicted_by_the_prompt() -> None:
         r = row.rollout
         r.token_ids, r.action_mask, r.sampler_logp = r.token_ids[:1], r.action_mask[:1], r.sampler_logp[:1]
     expected, _ = gradients(llama().double(), [collate(rows, pad_id=0)], LossConfig())
-    batch = collate(rows, pad_id=0, budget=Budget(pairs=ALL))
+    batch = collate(rows, pad_id=0, limits=PassLimits(pairs=ALL))
     assert batch.trees is not None
     assert len(batch.trees.input_ids_US) == 2
     assert_equal(gradients(llama().double(), [batch], LossConfig())[0], expected, tolerance=1e-6)

@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.learner.base import Stats
-from winnow.learner.batch import Budget, MicroBatch, collate, micro_batches
+from winnow.learner.batch import MicroBatch, PassLimits, collate, micro_batches
 from winnow.learner.local import grad_norms, logprob, optimal_baseline_update, row_head
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
@@ -123,7 +123,7 @@ def test_one_backward_pass_is_as_good_as_one_for_each_rollout(
     learner = learner_of(MODELS[name]().double())
     assert learner._batched is not None
     rows = pooled_rows(binary=rewards == "binary")
-    stats = update(learner, micro_batches(rows, Budget(budget), pad_id=0), PLAIN)
+    stats = update(learner, micro_batches(rows, PassLimits(budget), pad_id=0), PLAIN)
     assert_same(learner, rows, PLAIN, stats, 1e-6)
 
 
@@ -136,7 +136,7 @@ def test_pools_may_be_cut_anywhere(
     monkeypatch.setattr(grad_norms, "PASS_COST", pass_cost)
     learner = learner_of(llama(tie_word_embeddings=True).double())
     rows = pooled_rows(1, pools=pools, binary=binary)
-    batches = micro_batches(rows, Budget(budget), pad_id=0)
+    batches = micro_batches(rows, PassLimits(budget), pad_id=0)
     assert len(batches) > 1
     for _ in range(2):
         learner.model.zero_grad()
@@ -161,7 +161,7 @@ def test_the_segments_of_a_rollout_have_one_norm(
         for row, i, number in zip(rows, first, of_rollout, strict=True)
     ]
     loss = LossConfig(policy_loss="plain", correction=CORRECTIONS["truncate"](level="sequence", high=3.0))
-    assert_same(learner, rows, loss, update(learner, micro_batches(rows, Budget(budget), pad_id=0), loss), 1e-6)
+    assert_same(learner, rows, loss, update(learner, micro_batches(rows, PassLimits(budget), pad_id=0), loss), 1e-6)
 
 
 @pytest.mark.parametrize(("at_once", "tied"), [(4, False), (4, True), (40, True)])
@@ -171,7 +171,7 @@ def test_a_large_vocabulary_is_taken_in_pieces(at_once: int, tied: bool, monkeyp
     learner = learner_of(llama(tie_word_embeddings=tied, vocab_size=VOCABULARY + 5).double())
     rows = pooled_rows(2)
     assert_same(
-        learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000, pairs=1e9), pad_id=0), PLAIN), 1e-6
+        learner, rows, PLAIN, update(learner, micro_batches(rows, PassLimits(10_000, pairs=1e9), pad_id=0), PLAIN), 1e-6
     )
 
 
@@ -194,7 +194,7 @@ def test_weights_and_distribution_are_those_of_the_loss(
         for row in rows:
             logp = learner.batch_logp(collate([row], pad_id=0))[0, -len(row.rollout.token_ids) :].numpy()
             row.rollout.sampler_logp[:] = logp + 0.5 * np.sin(np.arange(len(logp)) + row.rollout.sibling)
-    stats = update(learner, micro_batches(rows, Budget(60), pad_id=0), loss)
+    stats = update(learner, micro_batches(rows, PassLimits(60), pad_id=0), loss)
     assert_same(learner, rows, loss, stats, 1e-6)
     assert stats.sums["correction/clipped_of"] > 0
 
@@ -212,7 +212,7 @@ def test_rows_with_the_same_long_prompt_are_kept_apart(monkeypatch: pytest.Monke
     monkeypatch.setattr(optimal_baseline_update, "ALONE_TOKENS", 1_000)
     learner = learner_of(llama().double())
     rows = with_long_prompts(pooled_rows(4))
-    (batch,) = micro_batches(rows, Budget(10_000, pairs=1e9), pad_id=0)
+    (batch,) = micro_batches(rows, PassLimits(10_000, pairs=1e9), pad_id=0)
     assert batch.trees is None
     assert_same(learner, rows, PLAIN, update(learner, [batch], PLAIN), 1e-5)
 
@@ -221,7 +221,7 @@ def test_long_prompts_over_a_budget_and_completions_of_one_token(monkeypatch: py
     monkeypatch.setattr(optimal_baseline_update, "ALONE_TOKENS", 1_000)
     learner = learner_of(llama(tie_word_embeddings=True).double())
     rows = with_long_prompts(pooled_rows(6))
-    batches = micro_batches(rows, Budget(1_500, pairs=1e9), pad_id=0)
+    batches = micro_batches(rows, PassLimits(1_500, pairs=1e9), pad_id=0)
     assert len(batches) > 1
     assert_same(learner, rows, PLAIN, update(learner, batches, PLAIN), 1e-6)
     learner.model.zero_grad()
@@ -229,17 +229,17 @@ def test_long_prompts_over_a_budget_and_completions_of_one_token(monkeypatch: py
         r = row.rollout
         r.token_ids, r.action_mask, r.sampler_logp = r.token_ids[:1], np.ones(1, bool), r.sampler_logp[:1]
     assert_same(
-        learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000, pairs=1e9), pad_id=0), PLAIN), 1e-6
+        learner, rows, PLAIN, update(learner, micro_batches(rows, PassLimits(10_000, pairs=1e9), pad_id=0), PLAIN), 1e-6
     )
 
 
 def test_one_precision_is_enough() -> None:
     rows = pooled_rows(5)
     learner = learner_of(llama())
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(60), pad_id=0), PLAIN), 1e-5)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, PassLimits(60), pad_id=0), PLAIN), 1e-5)
     half = learner_of(llama(), compute_dtype=torch.bfloat16)
     assert half._batched is not None
-    stats = update(half, micro_batches(rows, Budget(60), pad_id=0), PLAIN)
+    stats = update(half, micro_batches(rows, PassLimits(60), pad_id=0), PLAIN)
     assert_same(half, rows, PLAIN, stats, 0.05)
 
 
@@ -276,7 +276,7 @@ def test_other_models_take_one_backward_pass_a_rollout(make: Callable[[], Any], 
     learner = learner_of(make().double(), **options)
     assert learner._batched is None
     rows = pooled_rows(6)
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(60), pad_id=0), PLAIN), 1e-6)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, PassLimits(60), pad_id=0), PLAIN), 1e-6)
 
 
 @pytest.mark.parametrize(("tokens", "alone"), [(60, 0), (13, 9)])
@@ -289,7 +289,7 @@ def test_blocks_of_long_rows_go_one_row_at_a_time(tokens: int, alone: int, monke
     monkeypatch.setattr(RowByRow, "of_rollout", lambda *args: seen.append(1) or original(*args))
     rows = pooled_rows(9)
     assert_same(
-        learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(10_000, pairs=1e9), pad_id=0), PLAIN), 1e-6
+        learner, rows, PLAIN, update(learner, micro_batches(rows, PassLimits(10_000, pairs=1e9), pad_id=0), PLAIN), 1e-6
     )
     assert len(seen) == alone
 
@@ -306,9 +306,9 @@ def test_what_is_not_finite_is_no_update(options: dict[str, Any]) -> None:
     rows = pooled_rows(7)
     infinite = [replace(row, weight=math.inf) if i == 3 else row for i, row in enumerate(rows)]
     with pytest.raises(FloatingPointError, match="no update was made"):
-        update(learner, micro_batches(infinite, Budget(10_000), pad_id=0), PLAIN)
+        update(learner, micro_batches(infinite, PassLimits(10_000), pad_id=0), PLAIN)
     learner.model.zero_grad()
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(60), pad_id=0), PLAIN), 1e-5)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, PassLimits(60), pad_id=0), PLAIN), 1e-5)
 
 
 def test_only_trainable_parameters_get_a_gradient_and_nothing_is_left_behind() -> None:
@@ -318,6 +318,6 @@ def test_only_trainable_parameters_get_a_gradient_and_nothing_is_left_behind() -
     learner = learner_of(model.double())
     assert learner._batched is not None
     rows = pooled_rows(8)
-    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, Budget(60), pad_id=0), PLAIN), 1e-6)
+    assert_same(learner, rows, PLAIN, update(learner, micro_batches(rows, PassLimits(60), pad_id=0), PLAIN), 1e-6)
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

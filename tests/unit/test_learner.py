@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
 from winnow.learner.base import Stats
-from winnow.learner.batch import PASS_TOKENS, Budget, collate, micro_batches
+from winnow.learner.batch import PASS_TOKENS, PassLimits, collate, micro_batches
 from winnow.learner.local import logprob
 from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
@@ -111,9 +111,9 @@ def test_chunks_in_a_whole_update(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_accumulation_over_micro_batches_is_one_batch() -> None:
     rows, loss = random_rows(n=9), LossConfig(beta=0.1, entropy_coef=0.05)
     together, stats = gradients(
-        llama().double(), micro_batches(rows, Budget(10_000), pad_id=0), loss, reference=llama().double()
+        llama().double(), micro_batches(rows, PassLimits(10_000), pad_id=0), loss, reference=llama().double()
     )
-    pieces = micro_batches(rows, Budget(30), pad_id=0)
+    pieces = micro_batches(rows, PassLimits(30), pad_id=0)
     assert len(pieces) > 3
     apart, apart_stats = gradients(llama().double(), pieces, loss, reference=llama().double())
     assert_equal(apart, together)
@@ -136,7 +136,7 @@ def test_micro_batches_of_ragged_rows_are_hardly_padded() -> None:
         row.rollout.token_ids = np.zeros(10 if i % 10 else 400, np.int64)
         row.rollout.action_mask = np.ones(len(row.rollout.token_ids), bool)
         row.rollout.sampler_logp = np.zeros(len(row.rollout.token_ids), np.float32)
-    batches = micro_batches(rows, Budget(100_000), pad_id=0)
+    batches = micro_batches(rows, PassLimits(100_000), pad_id=0)
     assert sum(len(b.input_ids_BT) for b in batches) == 300
     assert sum(b.input_ids_BT.numel() for b in batches) <= sum(r.length for r in rows) + len(batches) * PASS_TOKENS
     assert len(batches) <= 5

@@ -31,7 +31,7 @@ def test_rows_are_cut_into_micro_batches_inside_and_later_iterations_refer_to_th
     rows, loss = random_rows(n=9), LossConfig(correction=Truncate(level="token", high=2.0))
     ours, theirs = llama().double(), llama().double()
     learner, by_hand = learner_of(ours, tokens=tokens), learner_of(theirs)
-    batches = micro_batches(rows, learner._budget, pad_id=0)
+    batches = micro_batches(rows, learner._limits, pad_id=0)
     for iteration in range(3):
         stats, expected = learner.accumulate(rows, loss, iteration), Stats()
         for batch in batches:

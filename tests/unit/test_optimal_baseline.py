@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from winnow.learner.base import Stats
-from winnow.learner.batch import Budget, collate, micro_batches
+from winnow.learner.batch import PassLimits, collate, micro_batches
 from winnow.learner.rows import Pool, Row, rows_of, with_gradient
 from winnow.methods.advantage import ADVANTAGES, opo, optimal_baseline
 from winnow.methods.advantage.otb import at_tokens, token_baselines, token_sums
@@ -129,7 +129,7 @@ def test_what_filters_go_by_is_the_case_of_equal_norms(options: dict[str, Any]) 
 @pytest.mark.parametrize("budget", [1, 12, 30, 1000])
 def test_blocks_hold_whole_pools(budget: int) -> None:
     rows = with_gradient(opob_rows(), LossConfig())
-    batches = micro_batches(rows, Budget(budget), pad_id=0)
+    batches = micro_batches(rows, PassLimits(budget), pad_id=0)
     assert sum(len(b.input_ids_BT) for b in batches) == 5
     blocks = {id(b.pools.pieces): b.pools for b in batches if b.pools}
     found = []
@@ -190,7 +190,7 @@ def test_every_token_has_its_own_baseline_under_otb(level: str, budget: int) -> 
         total = total - row.weight * (torch.from_numpy(a * w_T * row.rollout.action_mask) * logp).sum()
     expected = torch.autograd.grad(total, list(model.parameters()))
     stats = Stats()
-    for batch in micro_batches(rows, Budget(budget), pad_id=0):
+    for batch in micro_batches(rows, PassLimits(budget), pad_id=0):
         learner.forward_backward(batch, loss, stats)
     assert_equal([p.grad for p in model.parameters() if p.grad is not None], list(expected), tolerance=1e-6)
     assert stats.sums["loss"] == pytest.approx(total.item(), rel=1e-6)
@@ -213,7 +213,7 @@ def test_opob_is_nowhere_worse_than_other_baselines() -> None:
     for i, row in enumerate(random_rows(5, 6)):
         rows.append(replace(row, advantage=float(i % 3), pool=Pool(0, "gradient")))
     stats = Stats()
-    for batch in micro_batches(rows, Budget(10_000), pad_id=0):
+    for batch in micro_batches(rows, PassLimits(10_000), pad_id=0):
         learner.forward_backward(batch, LossConfig(policy_loss="plain"), stats)
     (b,), (norms,) = stats.baselines[0].tolist(), stats.row_norm_B
     rewards = np.sort([r.advantage for r in rows])

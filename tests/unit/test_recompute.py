@@ -16,7 +16,7 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 
 from winnow.learner.base import Stats
-from winnow.learner.batch import Budget, collate
+from winnow.learner.batch import PassLimits, collate
 from winnow.learner.local import recompute
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
@@ -59,7 +59,7 @@ def gradients(model: Any, dtype: torch.dtype, *, again: bool, share: bool = Fals
     assert learner._recomputing is not None
     if not again:
         learner._recomputing = None
-    batch = collate(siblings(), 0, budget=Budget(pairs=1e9)) if share else collate(random_rows(), 0)
+    batch = collate(siblings(), 0, limits=PassLimits(pairs=1e9)) if share else collate(random_rows(), 0)
     assert (batch.trees is not None) == share
     learner.forward_backward(batch, LossConfig(policy_loss="plain"), Stats())
     return [p.grad for p in model.parameters() if p.grad is not None]

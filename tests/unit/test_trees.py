@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.learner.batch import GRAIN, Budget, Packing, collate, packed
+from winnow.learner.batch import GRAIN, Packing, PassLimits, collate, packed
 from winnow.learner.rows import Row
 from winnow.types import Rollout
 
@@ -37,7 +37,7 @@ def test_a_node_attends_to_the_beginning_of_its_rows(
     rows = [row(prompts[p], [t for t, _ in said], [a for _, a in said]) for p, said in drawn]
     if ordered:
         rows.sort(key=lambda r: (r.rollout.prompt_ids, r.inputs.tolist()))
-    packing = Packing.from_rows(rows, Budget(pairs=pairs))
+    packing = Packing.from_rows(rows, PassLimits(pairs=pairs))
     trees = packing.trees()
     U, S = trees.input_ids_US.shape
     assert S % GRAIN == 0
@@ -68,7 +68,7 @@ def test_a_row_predicts_its_last_action_from_the_token_before() -> None:
 def test_rows_share_only_as_much_as_attention_to_the_others_costs_less() -> None:
     """Long rows with a short prompt gain nothing: in one tree each would attend to a mask as long as all of them."""
     rows = [row(tuple(range(10)), [100 * i + j for j in range(200)]) for i in range(8)]
-    sizes = {pairs: Packing.from_rows(rows, Budget(pairs=pairs)).sizes for pairs in (10.0, 2e4, math.inf)}
+    sizes = {pairs: Packing.from_rows(rows, PassLimits(pairs=pairs)).sizes for pairs in (10.0, 2e4, math.inf)}
     assert sizes[10.0] == [209] * 8
     assert sizes[math.inf] == [10 + 8 * 199]
     assert 1 < len(sizes[2e4]) < 8
@@ -77,27 +77,27 @@ def test_rows_share_only_as_much_as_attention_to_the_others_costs_less() -> None
 @pytest.mark.parametrize("length", [2, 50, 500])
 def test_rows_with_nothing_in_common_are_computed_apart(length: int) -> None:
     """Trees would bring them a mask for nothing."""
-    budget = Budget.for_model(16_384, 1_000_000, share=True)
+    limits = PassLimits.for_model(16_384, 1_000_000, share=True)
     one = row((1, 2), list(range(length)))
     distinct = [row((i, 2), list(range(length - i % 2))) for i in range(5)]
     far = [row((1, 2), [100 * i + j for j in range(500)]) for i in range(4)]
-    assert [collate(rows, 0, budget=budget).trees for rows in ([one], distinct, far)] == [None] * 3
-    assert collate([one, one], 0, budget=budget).trees is not None
+    assert [collate(rows, 0, limits=limits).trees for rows in ([one], distinct, far)] == [None] * 3
+    assert collate([one, one], 0, limits=limits).trees is not None
 
 
 def test_siblings_share_in_the_order_that_makes_most_of_it() -> None:
     """Of equal length but in turn different, neighbours have little in common; sorted, they have."""
-    budget = Budget(pairs=math.inf)
+    limits = PassLimits(pairs=math.inf)
     rows = [row((1, 2), [i % 2] * 20 + [5 + i, 9]) for i in range(6)]
-    (part,) = packed(rows, budget)
+    (part,) = packed(rows, limits)
     assert part.computed == 2 + 2 * 20 + 6
-    assert Packing.from_rows(rows, budget).computed == 2 + 6 * 21
-    assert not Packing.from_rows(rows, Budget()).shares
+    assert Packing.from_rows(rows, limits).computed == 2 + 6 * 21
+    assert not Packing.from_rows(rows, PassLimits()).shares
 
 
 def test_segments_of_a_rollout_each_have_their_prompts_tree() -> None:
     first, second = row((1, 2, 3), [4, 5, 6]), row((7, 8, 9), [4, 5])
-    trees = Packing.from_rows([first, second, first, second], Budget(pairs=math.inf)).trees()
+    trees = Packing.from_rows([first, second, first, second], PassLimits(pairs=math.inf)).trees()
     assert trees.input_ids_US.shape == (2, GRAIN)
     assert trees.node_BT[0].tolist() == trees.node_BT[2].tolist()
     assert trees.node_BT[1].tolist() == trees.node_BT[3].tolist()
@@ -105,6 +105,6 @@ def test_segments_of_a_rollout_each_have_their_prompts_tree() -> None:
 
 @pytest.mark.parametrize("parameters", [1, 600_000, 135_000_000, 7_000_000_000])
 def test_larger_models_share_more(parameters: int) -> None:
-    assert Budget.for_model(1, parameters, share=False).pairs == 0
-    smaller, larger = (Budget.for_model(1, n, share=True).pairs for n in (parameters, 8 * parameters))
+    assert PassLimits.for_model(1, parameters, share=False).pairs == 0
+    smaller, larger = (PassLimits.for_model(1, n, share=True).pairs for n in (parameters, 8 * parameters))
     assert larger == pytest.approx(2 * smaller)

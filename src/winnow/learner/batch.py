@@ -1,4 +1,4 @@
-"""Micro-batches: rows of an update, packed by a token budget into padded arrays.
+"""Micro-batches: rows of an update, packed by a token limit into padded arrays.
 
 Rows of one rollout stay in one micro-batch, where sums over the rollout are taken.
 
@@ -28,7 +28,7 @@ PAIRS = 7.0
 """Pairs of tokens for which attention costs as much as all else for one token, per cube root of the parameters: 6 to 14
 by operations, for usual shapes."""
 BLOCK = 0.75
-"""Share of the token budget for rows whose activations are partly kept until their common baselines are known."""
+"""Share of the token limit for rows whose activations are partly kept until their common baselines are known."""
 GRAIN = 8
 """Trees are padded to a multiple of this: fused kernels want a mask with rows of 16 bytes."""
 
@@ -48,7 +48,7 @@ class Pools:
     pieces: list[MicroBatch]
     """The micro-batches that these pools span, in order."""
     fits: bool
-    """Whether the pieces together fit the token budget; otherwise they are one pool larger than the budget."""
+    """Whether the pieces together fit the token limit; otherwise they are one pool larger than it."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Limits of a micro-batch."""
+class PassLimits:
+    """Limits of a micro-batch, which is one forward and backward pass."""
 
     tokens: int = sys.maxsize
     """Computed tokens, padding included; a longer row is a micro-batch by itself."""
@@ -104,17 +104,17 @@ class Budget:
     """Pairs of tokens that attention computes in the time that one token takes elsewhere; 0: nothing is shared."""
 
     @staticmethod
-    def for_model(tokens: int, parameters: int, *, share: bool, device: str = "cpu") -> Budget:
-        """Return the budget for a model size. On CPUs one more pass costs as much as 512 tokens at 0.6 million
+    def for_model(tokens: int, parameters: int, *, share: bool, device: str = "cpu") -> PassLimits:
+        """Return the limits for a model size. On CPUs one more pass costs as much as 512 tokens at 0.6 million
         parameters and 64 at 135 million, measured. On a GPU it costs thousands of launches: tens of milliseconds for
         any model."""
         pairs = PAIRS * max(parameters, 1) ** (1 / 3) if share else 0.0
         if device == "cuda":
-            return Budget(tokens, PASS_TOKENS_CUDA, pairs)
-        return Budget(tokens, min(PASS_TOKENS, max(64, 300_000_000 // max(parameters, 1))), pairs)
+            return PassLimits(tokens, PASS_TOKENS_CUDA, pairs)
+        return PassLimits(tokens, min(PASS_TOKENS, max(64, 300_000_000 // max(parameters, 1))), pairs)
 
 
-NO_LIMIT = Budget()
+NO_LIMIT = PassLimits()
 
 
 class Place(NamedTuple):
@@ -129,10 +129,10 @@ class Place(NamedTuple):
 class Packing:
     """Rows that one pass computes, with the prefix trees that hold them; grown rollout by rollout."""
 
-    budget: Budget
+    limits: PassLimits
     rollouts: list[Sequence[Row]] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
-    """One per row; none if the budget shares nothing."""
+    """One per row; none if the limits let them share nothing."""
     sizes: list[int] = field(default_factory=list)
     """Nodes of each tree."""
     longest: int = 0
@@ -142,8 +142,8 @@ class Packing:
     """Prompt -> its last tree, and the inputs of the row placed there last."""
 
     @staticmethod
-    def from_rows(rows: Sequence[Row], budget: Budget) -> Packing:
-        packing = Packing(budget)
+    def from_rows(rows: Sequence[Row], limits: PassLimits) -> Packing:
+        packing = Packing(limits)
         for rollout in rollouts_of(rows):
             packing = packing.with_rollout(rollout)
         return packing
@@ -151,7 +151,7 @@ class Packing:
     def with_rollout(self, rollout: Sequence[Row]) -> Packing:
         """Return a larger packing, whose trees have grown by the rows of `rollout`."""
         packing = Packing(
-            self.budget,
+            self.limits,
             [*self.rollouts, rollout],
             [*self.places],
             [*self.sizes],
@@ -159,7 +159,7 @@ class Packing:
             self.tokens + sum(row.length for row in rollout),
             {**self._last},
         )
-        if self.budget.pairs:
+        if self.limits.pairs:
             packing.places.extend(packing._place(row) for row in rollout)
         return packing
 
@@ -172,7 +172,7 @@ class Packing:
         tree, before = self._last.get(prompt, (-1, tokens[:0]))
         shared = _common(before, tokens)
         size, new = self.sizes[tree] if shared else 0, len(tokens) - shared
-        if (size + new) ** 2 - size**2 - len(tokens) ** 2 / 2 > self.budget.pairs * shared:
+        if (size + new) ** 2 - size**2 - len(tokens) ** 2 / 2 > self.limits.pairs * shared:
             shared, new = 0, len(tokens)
         if not shared:
             tree = len(self.sizes)
@@ -190,7 +190,7 @@ class Packing:
         """Return whether trees cost less. Without them the last token of a row and half of its pairs are left out."""
         if not self.sizes:
             return False
-        S, T, pairs = max(self.sizes), self.longest, self.budget.pairs
+        S, T, pairs = max(self.sizes), self.longest, self.limits.pairs
         rows = len(self.places)
         return len(self.sizes) * S * (1 + S / pairs) < rows * (T - 1) * (1 + T / 2 / pairs)
 
@@ -203,10 +203,10 @@ class Packing:
 
     @property
     def fits(self) -> bool:
-        """Return whether it is within the budget."""
+        """Return whether it is within the limits."""
         computed = self.computed
         padding = computed - (sum(self.sizes) if self.shares else self.tokens)
-        return computed <= self.budget.tokens and padding <= self.budget.pass_tokens
+        return computed <= self.limits.tokens and padding <= self.limits.pass_tokens
 
     def micro_batch(self, pad_id: int, device: torch.device | str = "cpu") -> MicroBatch:
         """Right-pad the rows, or lay out their trees."""
@@ -260,11 +260,11 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else n
 
 
-def packed(rows: Sequence[Row], budget: Budget) -> list[Packing]:
+def packed(rows: Sequence[Row], limits: PassLimits) -> list[Packing]:
     """Group rows of similar length, longest first, or group siblings, whichever computes fewer tokens; ignore pools."""
     by_length = sorted(rollouts_of(rows), key=lambda rollout: max(row.length for row in rollout), reverse=True)
-    if not budget.pairs:
-        return _cut(by_length, budget)
+    if not limits.pairs:
+        return _cut(by_length, limits)
     longest: dict[tuple[int, ...], int] = {}
     for first, *others in by_length:
         longest.setdefault(first.rollout.prompt_ids, max(row.length for row in (first, *others)))
@@ -274,55 +274,55 @@ def packed(rows: Sequence[Row], budget: Budget) -> list[Packing]:
         return -longest[prompt], prompt, rollout[0].inputs.tolist()
 
     orders = by_length, sorted(by_length, key=sibling_order)
-    return min((_cut(order, budget) for order in orders), key=lambda packings: _cost(packings, budget))
+    return min((_cut(order, limits) for order in orders), key=_cost)
 
 
-def _cut(rollouts: Sequence[Sequence[Row]], budget: Budget) -> list[Packing]:
-    """Split rollouts in this order into packings, each as large as the budget allows."""
+def _cut(rollouts: Sequence[Sequence[Row]], limits: PassLimits) -> list[Packing]:
+    """Split rollouts in this order into packings, each as large as the limits allow."""
     packings: list[Packing] = []
     for rollout in rollouts:
         if packings and (larger := packings[-1].with_rollout(rollout)).fits:
             packings[-1] = larger
         else:
-            packings.append(Packing(budget).with_rollout(rollout))
+            packings.append(Packing(limits).with_rollout(rollout))
     return packings
 
 
-def _cost(packings: Sequence[Packing], budget: Budget) -> int:
+def _cost(packings: Sequence[Packing]) -> int:
     """Return the cost of computing these packings, in tokens."""
-    return sum(packing.computed + budget.pass_tokens for packing in packings)
+    return sum(packing.computed + packing.limits.pass_tokens for packing in packings)
 
 
 def collate(
-    rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu", budget: Budget = NO_LIMIT
+    rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu", limits: PassLimits = NO_LIMIT
 ) -> MicroBatch:
     """Return rows in this order as one micro-batch, of any size."""
-    return Packing.from_rows(rows, budget).micro_batch(pad_id, device)
+    return Packing.from_rows(rows, limits).micro_batch(pad_id, device)
 
 
 def micro_batches(
-    rows: Sequence[Row], budget: Budget, *, pad_id: int, device: torch.device | str = "cpu"
+    rows: Sequence[Row], limits: PassLimits, *, pad_id: int, device: torch.device | str = "cpu"
 ) -> list[MicroBatch]:
     """Pack the rows of an update.
 
-    Pools are packed into blocks of at most `BLOCK` of the budget, unless one pool is larger. Rows are grouped only
+    Pools are packed into blocks of at most `BLOCK` of the token limit, unless one pool is larger. Rows are grouped only
     within a block.
     """
     if not rows or any(row.pool is None for row in rows):
-        return [packing.micro_batch(pad_id, device) for packing in packed(rows, budget)]
+        return [packing.micro_batch(pad_id, device) for packing in packed(rows, limits)]
     weighing = cast(Pool, rows[0].pool).weighing
     if weighing == "gradient":  # norms need each row by itself
-        budget = replace(budget, pairs=0.0)
+        limits = replace(limits, pairs=0.0)
     batches: list[MicroBatch] = []
-    for block in _blocks(rows, int(BLOCK * budget.tokens)):
+    for block in _blocks(rows, int(BLOCK * limits.tokens)):
         rewards: dict[Pool | None, list[float]] = {}
         for rollout in rollouts_of(block):
             rewards.setdefault(rollout[0].pool, []).append(rollout[0].advantage)
         numbers = {pool: number for number, pool in enumerate(rewards)}
         mean_P = torch.tensor([np.mean(of_pool) for of_pool in rewards.values()], device=device)
-        fits = sum(row.length for row in block) <= budget.tokens
+        fits = sum(row.length for row in block) <= limits.tokens
         pieces: list[MicroBatch] = []
-        for packing in packed(block, budget):
+        for packing in packed(block, limits):
             batch = packing.micro_batch(pad_id, device)
             number_B = torch.tensor([numbers[row.pool] for row in packing.rows], device=device)
             batch.pools = Pools(weighing, number_B, mean_P, pieces, fits)

@@ -239,7 +239,7 @@ class ShardedLearner(LocalLearner):
 
     def logp_part(self, rows: Sequence[Row], filler: Row, *, raw: bool, reference: bool) -> list[torch.Tensor]:
         """Run `logp` or `reference_logp` on this rank's rows; the results are on the host."""
-        _, missing = self._missing(len(packed(rows, self._budget)))
+        _, missing = self._missing(len(packed(rows, self._limits)))
         found = self.reference_logp(rows) if reference else self.logp(rows, raw=raw)
         for _ in range(missing):
             self.reference_logp([filler]) if reference else self.logp([filler], raw=raw)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...types import Rollout
-from ..batch import Budget, MicroBatch, collate
+from ..batch import MicroBatch, PassLimits, collate
 from ..rows import Row
 
 Body = Callable[..., torch.Tensor]
@@ -51,7 +51,7 @@ def can_share(model: Any, body: Body, n_tokens: int) -> bool:
     ids_BT = np.random.default_rng(0).integers(0, n_tokens, (5, 8))
     ids_BT[1, :2], ids_BT[3, :6], ids_BT[4, :5] = ids_BT[0, :2], ids_BT[2, :6], ids_BT[2, :5]
     rows = [_row(ids_T, prompt) for ids_T, prompt in zip(ids_BT, (2, 2, 4, 4, 4), strict=True)]
-    batch = collate(rows, 0, model.get_input_embeddings().weight.device, Budget(pairs=math.inf))
+    batch = collate(rows, 0, model.get_input_embeddings().weight.device, PassLimits(pairs=math.inf))
     try:
         apart, together = (predictions(body, b, model.dtype).float() for b in (replace(batch, trees=None), batch))
     except (TypeError, ValueError, RuntimeError, IndexError):  # a class that takes no such mask, each in its own way

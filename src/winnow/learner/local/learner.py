@@ -23,7 +23,7 @@ from ...engine.skeleton import for_trials
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
 from ..base import Sizes, Stats
-from ..batch import Budget, MicroBatch, Pools, micro_batches, packed
+from ..batch import MicroBatch, PassLimits, Pools, micro_batches, packed
 from ..rows import Row
 from .eval_mode import WideAttention, checkpoint_layers, train_adapter_dropout, without_adapter_dropout
 from .forward import Body, can_share, head_is_linear, predictions
@@ -95,7 +95,7 @@ class LocalLearner:
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
         parameters = sum(p.numel() for p in model.parameters())
-        self._budget = Budget.for_model(
+        self._limits = PassLimits.for_model(
             options.tokens_per_microbatch, parameters, share=self._share, device=self.device.type
         )
         train_adapter_dropout(model)
@@ -166,7 +166,7 @@ class LocalLearner:
                 return stats
 
     def _cut(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        return micro_batches(rows, self._budget, pad_id=self.options.pad_id, device=self.device)
+        return micro_batches(rows, self._limits, pad_id=self.options.pad_id, device=self.device)
 
     def _ahead(self, loss: LossConfig) -> LossConfig:
         """Return the loss; a correction over the batch first sees all micro-batches, in one more forward pass."""
@@ -287,7 +287,7 @@ class LocalLearner:
     def _of_rows(self, rows: Sequence[Row], logp: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of `logp`, [B, T-1], at the action tokens of each row."""
         found: dict[int, torch.Tensor] = {}
-        for packing in packed(rows, self._budget):
+        for packing in packed(rows, self._limits):
             batch = packing.micro_batch(self.options.pad_id, self.device)
             logp_BT, mask_BT = logp(batch), batch.mask_BT[:, 1:]
             for row, logp_T, mask_T in zip(packing.rows, logp_BT, mask_BT, strict=True):
