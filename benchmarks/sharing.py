@@ -24,7 +24,7 @@ from harness import in_turn, machine, read_json, spreads, write_json
 
 from winnow.config import load_config
 from winnow.engine.local import engine as local
-from winnow.engine.local.rows import CacheRows, T
+from winnow.engine.local.cache import CacheRows, T
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.loss import LossConfig

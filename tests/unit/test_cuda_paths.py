@@ -24,7 +24,7 @@ from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.facts import Facts
 from winnow.engine.loading import resolve_device
 from winnow.engine.local.cache import plan
-from winnow.engine.local.models import make_backend
+from winnow.engine.local.hf import make_backend
 from winnow.learner.base import Stats
 from winnow.learner.batch import PassLimits, micro_batches
 from winnow.learner.fsdp.sharded import OPTIMIZER_FOLDER

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from winnow.engine import Request, SamplingParams
 from winnow.engine.local.cache import KVCache, padded, plan
-from winnow.engine.local.linear import Linear
+from winnow.engine.local.llama import Linear
 from winnow.engine.slots import COUNT, POSITION, Drawn, SlotTable
 from winnow.engine.stops import StopTable
 

@@ -14,8 +14,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from winnow import Trainer
 from winnow.base.repetition import penalized, seen
 from winnow.engine import SamplingParams
+from winnow.engine.base import check_request
 from winnow.engine.local.engine import LocalEngine
-from winnow.engine.requests import check_request
 from winnow.learner.local import logprob
 from winnow.learner.local.logprob import Context, TokenDistribution, token_logp
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Reached, Request, SamplingParams
-from winnow.engine.local.rows import CacheRows
+from winnow.engine.local.cache import CacheRows
 
 from ..builders.engines import Counted, make_engine, require_equal
 from .engine_models import EOS, FUSED, GENERIC, VOCAB, make_model, run

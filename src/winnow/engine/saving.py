@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from ..base.weights import state_once
 from ..config import ConfigError, SaveDtype
-from .hub import file_of
 from .loading import whole_under
+from .pretrained import file_of
 
 Types = Mapping[str, SaveDtype]
 """Dtypes by tensor name or name pattern; an exact name wins, then the last pattern. Empty: dtypes unchanged."""

@@ -15,9 +15,8 @@ import torch
 from ..base.noise import uniform
 from ..base.repetition import penalized, seen
 from . import slots as col
-from .base import CAPABILITIES, Event, Finished, Request
+from .base import CAPABILITIES, Event, Finished, Request, check_request
 from .facts import Facts
-from .requests import check_request
 from .sampling import Transform, confidence, raw_logp, sample
 from .slots import Drawn, Rows, SlotTable
 from .stops import StopTable

@@ -1,4 +1,4 @@
-"""Results of a backend's forward passes. The engine has two backends, with the same methods (see `llama`).
+"""What passes between the engine and its two backends, which have the same methods (see `llama`).
 
 Shapes: N rows of a decode step, B prompts of a prefill, P the longest prompt of a batch, H hidden size, V sampled
 vocabulary, D size of a head.
@@ -6,6 +6,8 @@ vocabulary, D size of a head.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -45,3 +47,92 @@ class Read:
     values: list[torch.Tensor]
     hidden_NH: torch.Tensor
     """Inputs of the lm_head, sequence by sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The beginning of a sequence that has been through the model."""
+
+    tokens: tuple[int, ...]
+    keys: list[torch.Tensor]
+    """One a layer, [heads, len(tokens), D]."""
+    values: list[torch.Tensor]
+
+    def up_to(self, n: int) -> Kept:
+        """Return the first `n` tokens of it."""
+        return Kept(self.tokens[:n], [k[:, :n] for k in self.keys], [v[:, :n] for v in self.values])
+
+
+class KeptSequences:
+    """Sequences between two turns, in no slot: at most `capacity`; the oldest id makes room. An id may have several."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._kept: OrderedDict[Hashable, list[Kept]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kept.values()))
+
+    def put(self, id_: Hashable, kept: Kept) -> None:
+        self._kept.setdefault(id_, []).append(kept)
+        if len(self) > self._capacity:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest][0]
+            if not self._kept[oldest]:
+                del self._kept[oldest]
+
+    def take(self, id_: Hashable, prompt: tuple[int, ...]) -> Kept | None:
+        """Return the longest beginning of `prompt` kept for `id_`, unless siblings' shared prefill would save more.
+
+        It is forgotten if `prompt` continues all of it.
+        """
+        own = self._kept.get(id_, [])
+        shared = [_shared(kept.tokens, prompt) for kept in own]
+        longest = max(shared, default=0)
+        if not longest:
+            return None
+        number = shared.index(longest)
+        kept = own[number]
+        if longest < len(kept.tokens):
+            return kept.up_to(longest) if 2 * longest >= len(prompt) else None
+        del own[number]
+        if not own:
+            del self._kept[id_]
+        return kept
+
+    def forget(self, id_: Hashable) -> None:
+        self._kept.pop(id_, None)
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+def _shared(tokens: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+    """Return the length of the common beginning, less than that of `prompt`: its last token has to be computed."""
+    most = min(len(tokens), len(prompt) - 1)
+    if tokens[:most] == prompt[:most]:
+        return most
+    return next(i for i in range(most) if tokens[i] != prompt[i])
+
+
+def stacked(past: list[list[torch.Tensor]], more: int) -> list[torch.Tensor]:
+    """Stack sequences: one [B, heads, P + more, D] a layer, `past` on the left, zeros behind.
+
+    `past[b][l]` is [heads, P_b, D]; P is the longest P_b.
+    """
+    width = max(layers[0].shape[1] for layers in past) + more
+    result = []
+    for tensors in zip(*past, strict=True):
+        heads, _, size = tensors[0].shape
+        buffer = tensors[0].new_zeros(len(tensors), heads, width, size)
+        for row, tensor in zip(buffer, tensors, strict=True):
+            row[:, : tensor.shape[1]] = tensor
+        result.append(buffer)
+    return result
+
+
+def causal_mask(positions_BS: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """[B, 1, S, columns]: 0 where a query at that position may look, else -inf."""
+    open_ = torch.arange(columns, device=positions_BS.device) <= positions_BS[..., None]
+    mask = torch.zeros(open_.shape, dtype=dtype, device=open_.device)
+    return mask.masked_fill_(~open_, -torch.inf)[:, None]

@@ -1,12 +1,13 @@
 """Keys and values of the slots in use, preallocated: row = slot, column = position in the sequence.
 
+Siblings whose tokens so far are the same have one row together, until their next tokens differ.
 Every running row is one of the first N slots, so a decode step reads plain views. Rows have different lengths;
 attention runs over chunks of neighbouring rows, each over only as many columns as its longest row needs.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ GRAIN = 16
 CALL_COST = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Cache elements that can be read in the time that one more attention call costs, by device: measured on a CPU, from
 launch time and memory rate on a GPU."""
+
+T = TypeVar("T")
 
 
 class Chunk(NamedTuple):
@@ -105,6 +108,53 @@ class KVCache:
         self.mask.view(-1).index_fill_(0, self._rows[:n] * self.columns + positions_N, 0)
         head_rows = self._rows[:n, None] * heads + torch.arange(heads, device=positions_N.device)
         return (head_rows * self.columns + positions_N[:, None]).view(-1)
+
+
+class CacheRows:
+    """Which row of the cache each running sequence has. Rows in use are the first `n`."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.of_N = np.zeros(0, dtype=np.int64)
+        """Row of each sequence."""
+
+    def firsts(self) -> np.ndarray:
+        """Return the first sequence of each row."""
+        return np.unique(self.of_N, return_index=True)[1]
+
+    def append(self, beginnings: list[T]) -> tuple[slice, list[T]]:
+        """Add sequences, those with equal beginnings in one row; return the new rows and the beginning of each."""
+        number = {beginning: i for i, beginning in enumerate(dict.fromkeys(beginnings), self.n)}
+        self.of_N = np.concatenate([self.of_N, [number[beginning] for beginning in beginnings]])
+        rows = slice(self.n, self.n + len(number))
+        self.n = rows.stop
+        return rows, list(number)
+
+    def remove(self, targets: np.ndarray, sources: np.ndarray, left: int) -> None:
+        """Drop sequences as their table did: `sources` have moved into the holes, `targets`, and `left` are left."""
+        self.of_N[targets] = self.of_N[sources]
+        self.of_N = self.of_N[:left]
+
+    def arrange(self, tokens_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Part the sequences of a row whose last tokens differ, and close holes; return the moves (targets, sources).
+
+        `tokens_N`: the last token of each sequence. Moves happen all at once.
+        """
+        of_N = self.of_N
+        _, first_M, number_N = np.unique(
+            of_N * (tokens_N.max(initial=0) + 1) + tokens_N, return_index=True, return_inverse=True
+        )
+        source_M = of_N[first_M]
+        self.n = len(source_M)
+        stays_M = (np.diff(source_M, prepend=-1) > 0) & (source_M < self.n)
+        target_M = source_M.copy()
+        target_M[~stays_M] = np.setdiff1d(np.arange(self.n), source_M[stays_M])
+        self.of_N = target_M[number_N]
+        return target_M[~stays_M], source_M[~stays_M]
+
+    def sort(self, order_M: np.ndarray) -> None:
+        """Follow rows that are reordered: row i was row `order_M[i]`."""
+        self.of_N = np.argsort(order_M)[self.of_N]
 
 
 def plan(lengths_N: np.ndarray, elements_per_column: int, device: str = "cpu") -> list[Chunk]:

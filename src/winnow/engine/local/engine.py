@@ -22,12 +22,10 @@ from ..facts import Facts
 from ..loading import ModelReference, resolve_device
 from ..sequences import SequenceEngine, Sequences
 from ..slots import Drawn
-from .backend import Output, Prefilled, Read
-from .cache import Chunk, KVCache, padded, plan
-from .kept import Kept, KeptSequences
+from .backend import Kept, KeptSequences, Output, Prefilled, Read
+from .cache import CacheRows, Chunk, KVCache, padded, plan
+from .hf import DTYPES, fixed_columns, make_backend
 from .llama import LlamaBackend
-from .models import DTYPES, fixed_columns, make_backend
-from .rows import CacheRows
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM with an ordinary KV cache, through its own forward pass."""
+"""The choice of a backend, and the backend for any causal LM with an ordinary KV cache: its own forward pass."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ...base.weights import state_once
-from .backend import Output, Prefilled
+from ..facts import Facts
+from .backend import Kept, Output, Prefilled, causal_mask, stacked
 from .cache import Chunk, KVCache
-from .kept import Kept, causal_mask, stacked
+from .llama import LlamaBackend, supports
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FIXED_COLUMNS = 4096
 ORDINARY = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -185,3 +188,25 @@ class HFBackend:
                 f"{type(self._model).__name__} gives other log-probabilities with a cache of rows of different lengths "
                 f"than without (gap {gap:.3g}): the embedded engine cannot run it"
             )
+
+
+def make_backend(
+    model: Any, facts: Facts, dtype: str | None, device: torch.device | str | None
+) -> HFBackend | LlamaBackend:
+    """Copies the model's weights."""
+    refuse_unsupported(model, facts.max_length)
+    weight = model.get_input_embeddings().weight
+    kind = weight.dtype if dtype is None else DTYPES[dtype]
+    place = weight.device if device is None else torch.device(device)
+    with torch.no_grad():  # not inference_mode: its tensors could not be overwritten by new weights
+        if facts.max_length is not None and supports(model):
+            sizes = {"vocab_size": facts.vocab_size, "max_length": facts.max_length}
+            return LlamaBackend(model, **sizes, dtype=kind, device=place)
+        return HFBackend(model, vocab_size=facts.vocab_size, dtype=kind, device=place)
+
+
+def fixed_columns(max_length: int | None) -> int:
+    """Columns to compute in every step, or ValueError if nobody said how many are really needed."""
+    if max_length is None or max_length > FIXED_COLUMNS:
+        raise ValueError(f"fixed_slots computes max_length={max_length} columns a step; set it to what you need")
+    return max_length
