@@ -1,7 +1,13 @@
 """Processes forked off a server that has done their imports once: they start immediately and share its memory.
 
-A sampler's imports take seconds of CPU time and 400 MB. A child of `multiprocessing`'s forkserver imports the user's
-script again. This module imports nothing heavy, because the server loads it before everything else.
+A sampler's imports take seconds of CPU time and 400 MB. This module imports nothing heavy, because the server loads it
+before everything else.
+
+Why not `multiprocessing`'s forkserver with a preload (tried with Python 3.11):
+- Each child imports the user's script again; one without `if __name__ == "__main__"` fails.
+- `Process.start()` waits until the server has imported everything, with no deadline.
+- Children outlive a killed parent, and what a child has started outlives the child.
+- A process has one server, with the environment of its first use and whatever other libraries preload.
 """
 
 from __future__ import annotations
