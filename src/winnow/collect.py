@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, PositiveInt, TypeAdapter
+from pydantic import PositiveInt, TypeAdapter
 
 from .base.failpoint import failpoint
 from .base.state import STRICT, Count, Loose, State, at
@@ -55,24 +55,20 @@ class Batch(NamedTuple):
 class CollectorState(State):
     num_tokens: Count
     skipped_steps: Count
-    solved_steps: Count = 0
-    """Absent from those of version 0.1."""
-    undecided: str = ""
+    solved_steps: Count
+    undecided: str
     waiting: list[dict[str, Any]]
     spent: Count
     in_flight: list[Annotated[tuple[list[Any], PositiveInt], Loose]]
-    probes: list[dict[str, Any]] = Field(default_factory=list)
-    """Absent from those of version 0.2."""
+    probes: list[dict[str, Any]]
     selector: dict[str, Any]
     group_size: dict[str, Any]
-    filter: dict[str, Any] | None = None
-    """Absent from those of version 0.2."""
+    filter: dict[str, Any]
     gates: dict[str, dict[str, Any]]
-    reuse: list[UsedState] | None = None
-    """Absent without `reuse`."""
-    drafts: DraftsState | None = None
-    num_decoded_tokens: Count | None = None
-    """Absent from those of version 0.2, as the drafts are."""
+    reuse: list[UsedState] | None
+    """None without `reuse`."""
+    drafts: DraftsState
+    num_decoded_tokens: Count
 
 
 _GROUPS: TypeAdapter[list[Group]] = TypeAdapter(list[Group], config=STRICT)
@@ -344,8 +340,7 @@ class Collector:
     def load_state_dict(self, state: Mapping[str, Any] | CollectorState) -> None:
         """Restore a state. Raises ValueError on one that this configuration cannot have."""
         saved = CollectorState.of(state)
-        self.num_tokens = saved.num_tokens
-        self.num_decoded_tokens = saved.num_tokens if saved.num_decoded_tokens is None else saved.num_decoded_tokens
+        self.num_tokens, self.num_decoded_tokens = saved.num_tokens, saved.num_decoded_tokens
         conditions = self._stop_conditions
         conditions.skipped_steps, conditions.solved_steps = saved.skipped_steps, saved.solved_steps
         if not self.judge.success.declared:
@@ -359,16 +354,14 @@ class Collector:
             with at("reuse"):
                 groups = self._groups_of([used.group for used in saved.reuse])
                 self.reuse.load(groups, [used.uses for used in saved.reuse])
-        if saved.drafts is not None:
-            self.drafts.load(saved.drafts)
+        self.drafts.load(saved.drafts)
         self.buffer.spent = saved.spent
         with at("selector"):
             load_with_audit(self.selector, self.audits.skips, saved.selector)
         with at("group_size"):
             self.group_size.load_state_dict(saved.group_size)
-        if saved.filter is not None:
-            with at("filter"):
-                self.filter.load_state_dict(saved.filter)
+        with at("filter"):
+            self.filter.load_state_dict(saved.filter)
         for name, gate in self.gates.items():
             with at(f"gates.{name}"):
                 load_with_audit(gate, self.audits.stops.get(name), saved.gates[name])

@@ -193,6 +193,16 @@ def test_what_is_wrong_is_named(saved: Path, tmp_path: Path, change: Callable[[A
         resumed(with_state(saved, tmp_path / "run", state))
 
 
+@pytest.mark.parametrize(("version", "key"), [("0.1", "solved_steps"), ("0.2", "num_decoded_tokens")])
+def test_a_state_of_an_earlier_version_is_refused_by_its_name(
+    saved: Path, tmp_path: Path, version: str, key: str
+) -> None:
+    state = state_of(saved)
+    del state["loop"][key]
+    with pytest.raises(CheckpointError, match=rf"state\.json: saved by Winnow {version}, .*with winnow-rl {version}"):
+        resumed(with_state(saved, tmp_path / "run", state))
+
+
 def test_weights_that_a_sampler_behind_needs_are_missed_by_name(saved: Path, tmp_path: Path) -> None:
     run = with_state(saved, tmp_path / "run", state_of(saved))
     (directory,) = (run / "checkpoints").iterdir()

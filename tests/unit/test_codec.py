@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from winnow.base.array_json import pack
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.gate import GateContext
@@ -20,8 +19,6 @@ from winnow.methods.select.trace import EASY
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.sampler.codec import (
-    ARRAYS,
-    PACKED,
     group_from,
     group_state,
     job_from,
@@ -33,7 +30,6 @@ from winnow.sampler.codec import (
 from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Segment, Token, Turn, Verdict, Visit
 
 from ..builders.audited import answered, build
-from ..builders.groups import make_rollout
 from ..builders.toy_rollouts import ToyTask
 from ..gates import named
 
@@ -128,29 +124,6 @@ def test_what_prompts_of_segments_repeat_takes_little_room() -> None:
         len(json.dumps(group_state(Group(Visit(0, 0, PROMPTS[0]), [r])))) for r in (rollout, replace(rollout, later=[]))
     ]
     assert sizes[0] < 3 * sizes[1]
-
-
-def test_groups_in_a_checkpoint_before_segments_are_read() -> None:
-    group = Group(Visit(0, 0, PROMPTS[0]), [make_rollout(0, 3, 1.0), make_rollout(1, 2, None)])
-    state = travelled(group_state(group))
-    for row in state["rollouts"]:
-        del row["agent"], row["later"]
-    same(group_from(state, {"train": PROMPTS}), group)
-
-
-def test_groups_in_a_checkpoint_of_0_1_are_read() -> None:
-    """There each rollout had its own arrays and prompt."""
-    arrays = np.array([5, 6, 7]), np.array([True, False, True]), np.zeros(3, np.float32), np.zeros(3, np.int32)
-    group = Group(Visit(0, 0, PROMPTS[0]), [Rollout(i, (3, 4), *arrays, reward=1.0) for i in range(2)])
-    state = group_state(group)
-    del state["arrays"], state["prompt_ids"]
-    for row, rollout in zip(state["rollouts"], group.rollouts, strict=True):
-        del row["agent"], row["later"]
-        row["prompt_ids"] = list(rollout.prompt_ids)
-        for name in ARRAYS:
-            value = getattr(rollout, name)
-            row[name] = None if value is None else {PACKED: pack(value)}
-    same(group_from(travelled(state), {"train": PROMPTS}), group)
 
 
 def test_jobs_find_their_prompts_by_purpose() -> None:

@@ -179,7 +179,7 @@ class LoopInTrl:
             what = ", ".join(changed) or "train_dataset"
             raise RunDirectoryError(f"{path}: saved with other {what}; go on with the same, or start a new run")
         strict = self.config.resume == "strict"
-        self._changed = changes(state.get("code", {}), self._code, state["loop"]["step"], strict=strict)
+        self._changed = changes(state["code"], self._code, state["loop"]["step"], strict=strict)
         self._resumed, self._resumed_from = state, path
 
     def _begin(self) -> Collector:

@@ -36,6 +36,8 @@ STATE = "state.json"
 TRL_STATE = "winnow.json"
 """Winnow's state in a checkpoint of a run inside TRL."""
 FORMAT = 1
+SINCE = {"0.1": "solved_steps", "0.2": "num_decoded_tokens"}
+"""Earlier versions, each with a key of the loop's state that it did not save."""
 ABANDONED_S = 86_400.0
 """Age at which a reader's links to a checkpoint are certainly unused."""
 
@@ -61,8 +63,8 @@ class SavedState(State):
     config: dict[str, Any]
     offsets: dict[str, Count]
     ledger: Annotated[dict[str, Mark], AfterValidator(_of_every_table)]
-    code: dict[str, str] = Field(default_factory=dict)
-    """Digests of the user's code; absent from those of version 0.2."""
+    code: dict[str, str]
+    """Digests of the user's code."""
 
 
 class StateInTrl(SavedState):
@@ -258,7 +260,7 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 def parsed(file: Path) -> dict[str, Any]:
     """Return the JSON of a state. Raises ValueError if it is not JSON, or a number is not finite or too large for
-    arrays and databases."""
+    arrays and databases; CheckpointError if an earlier version saved it."""
 
     def number(text: str) -> float:
         if not math.isfinite(value := float(text)):
@@ -272,7 +274,21 @@ def parsed(file: Path) -> dict[str, Any]:
 
     text = bytes_of(file).decode()
     state: dict[str, Any] = from_json(text, parse_float=number, parse_constant=number, parse_int=whole)
+    _refuse_earlier(file, state)
     return state
+
+
+def _refuse_earlier(file: Path, state: Any) -> None:
+    """Raise CheckpointError if an earlier version saved the state; a new run can start from its weights."""
+    loop = state.get("loop") if isinstance(state, Mapping) else None
+    if not isinstance(loop, Mapping) or "step" not in loop:
+        return
+    version = next((version for version, key in SINCE.items() if key not in loop), None)
+    if version is not None:
+        raise CheckpointError(
+            f"{file}: saved by Winnow {version}, which this version cannot resume. Finish the run with "
+            f"winnow-rl {version}, or start a new run from the weights of this checkpoint"
+        )
 
 
 def load_run_state(directory: Path) -> dict[str, Any]:

@@ -94,11 +94,8 @@ def group_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> 
     """Decode what `group_state` encoded."""
     visit = visit_from(state["visit"], prompts[state["purpose"]])
     decisions = [_decision_from(d) for d in state["decisions"]]
-    if "arrays" in state:
-        arrays = iter(unpack_all(state["arrays"]))
-    else:  # older checkpoints: arrays of each rollout
-        arrays = iter([_real(r[name]) for r in state["rollouts"] for name in ARRAYS])
-    prompt_ids = tuple(state.get("prompt_ids", ()))
+    arrays = iter(unpack_all(state["arrays"]))
+    prompt_ids = tuple(state["prompt_ids"])
     rollouts = [_rollout_from(r, prompt_ids, arrays) for r in state["rollouts"]]
     return Group(visit, rollouts, decisions, state["purpose"])
 
@@ -149,7 +146,7 @@ def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], left: I
     values["turns"] = [Turn(**t) for t in state["turns"]]
     values["decisions"] = [_decision_from(d) for d in state["decisions"]]
     values["fate"] = Fate(state["fate"]) if state["fate"] else None
-    later = state.get("later", ())  # absent from older checkpoints
+    later = state["later"]
     prompts = [tuple(ids.tolist()) for ids in islice(left, len(later))]
     values["later"] = [Segment(start, ids, agent) for (start, agent), ids in zip(later, prompts, strict=True)]
     return Rollout(**values)

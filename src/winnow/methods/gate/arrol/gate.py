@@ -127,9 +127,6 @@ class ArrolState(State):
     survival: list[Probability]
     novelty: Annotated[list[np.ndarray], Columns(FLOATS)]
     factor: float
-    prompts: Any = None
-    raw: Any = None
-    """Both in those of version 0.2; unused."""
 
 
 class ArrolGate(Gate):
