@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,25 @@ def assert_clean(run: Path) -> None:
 
 
 def _train_until(config: dict[str, Any], k: int) -> None:
-    """Interrupt after step k, as Ctrl-C does: the trainer saves and says how to go on."""
+    _interrupt(Trainer(config=config, reward_funcs=parity_reward), k)
+
+
+def resume_after_each(config: dict[str, Any], steps: Iterable[int]) -> Path:
+    """Train with an interrupt and a resume after each of these steps; the finished run.
+
+    What one resume loses shows at the end, so that one chain tests them all.
+    """
+    run = Path(config["output_dir"])
     trainer = Trainer(config=config, reward_funcs=parity_reward)
+    for k in steps:
+        _interrupt(trainer, k)
+        trainer = Trainer.resume(run, reward_funcs=parity_reward)
+    trainer.train()
+    return run
+
+
+def _interrupt(trainer: Trainer, k: int) -> None:
+    """Interrupt after step k, as Ctrl-C does: the trainer saves and says how to go on."""
 
     class CtrlC(TrainerCallback):
         def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

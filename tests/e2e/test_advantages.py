@@ -12,7 +12,7 @@ from winnow import ConfigError, Trainer
 from winnow.run.plan import plan
 from winnow.study.compare_data import read_run_data
 
-from ..builders.runs import _train_until, assert_clean, fingerprint, metrics_of, resume, train
+from ..builders.runs import _train_until, assert_clean, fingerprint, metrics_of, resume, resume_after_each, train
 
 
 @pytest.mark.parametrize("advantage", [{"name": "max_at_k", "k": 2}, {"name": "max_at_k", "k": 4}, "reinforce_pp"])
@@ -27,13 +27,9 @@ def test_remax_is_bit_exact_after_a_resume_at_every_step(tiny_config: dict[str, 
     config = tiny_config | {"advantage": "remax", "max_steps": 3, "eval_steps": 3}
     whole = tmp_path / "whole"
     train(config | {"output_dir": str(whole)})
-    expected = fingerprint(whole)
-    for k in (1, 2):
-        part = tmp_path / f"part{k}"
-        _train_until(config | {"output_dir": str(part)}, k)
-        resume(part)
-        assert fingerprint(part) == expected, f"after a resume at step {k}"
-        assert_clean(part)
+    part = resume_after_each(config | {"output_dir": str(tmp_path / "part")}, (1, 2))
+    assert fingerprint(part) == fingerprint(whole)
+    assert_clean(part)
     db = sqlite3.connect(whole / "ledger.sqlite")
     assert db.execute("SELECT COUNT(*), MAX(sibling) FROM rollouts").fetchone() == (3 * 4 * 5, 4)
     assert db.execute("SELECT DISTINCT fate FROM rollouts WHERE sibling = 4").fetchall() == [("trained",)]
@@ -72,11 +68,8 @@ def test_groups_grow_and_a_resume_knows_it(tiny_config: dict[str, Any], tmp_path
     whole = tmp_path / "whole"
     train(config | {"output_dir": str(whole)})
     assert [m["groups/size_mean"] for m in metrics_of(whole)] == [2, 2, 6, 6]
-    for k in (1, 2, 3):
-        part = tmp_path / f"part{k}"
-        _train_until(config | {"output_dir": str(part)}, k)
-        resume(part)
-        assert fingerprint(part) == fingerprint(whole)
+    part = resume_after_each(config | {"output_dir": str(tmp_path / "part")}, (1, 2, 3))
+    assert fingerprint(part) == fingerprint(whole)
 
 
 def test_the_plan_counts_the_largest_groups_and_the_baselines(tiny_config: dict[str, Any]) -> None:

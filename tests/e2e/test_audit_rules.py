@@ -20,7 +20,7 @@ from winnow.record.rule_audits import rules_of
 from winnow.study.report import write_report
 from winnow.types import GroupView, Token, Verdict
 
-from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
+from ..builders.runs import assert_clean, fingerprint, resume_after_each, train
 from ..builders.selectors import Unrelated
 from ..gates import Fake
 from ..parity import parity_reward
@@ -73,12 +73,9 @@ def test_resume_is_bit_exact_with_greso_and_a_gate_under_audit(
     first = rules_of(expected["metrics"][0])["stops"]
     assert first["override_probability"] == 1.0, "nothing is removed until there is evidence"
     assert first["removed"] == 0
-    for k in range(1, 6):
-        part = tmp_path / f"part{k}"
-        _train_until(config | {"output_dir": str(part)}, k)
-        resume(part)
-        assert fingerprint(part) == expected, f"after a resume at step {k}"
-        assert_clean(part)
+    part = resume_after_each(config | {"output_dir": str(tmp_path / "part")}, range(1, 6))
+    assert fingerprint(part) == expected
+    assert_clean(part)
 
 
 def test_the_ledger_and_the_page_tell_what_the_rules_got_wrong(tiny_config: dict[str, Any], tmp_path: Path) -> None:
