@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -237,9 +236,19 @@ def test_plain_environments(policy, kind):
 
 
 def test_plain_environments_overlap(policy):
-    started = time.monotonic()
-    run(policy, task_of(lambda made: Echo([])))
-    assert time.monotonic() - started < 12 * 0.05
+    """A step ends when another has begun."""
+    begun: list[object] = []
+
+    class Overlapping(Echo):
+        async def step(self, text):
+            begun.append(self)
+            async with asyncio.timeout(60):
+                while len(begun) < 2:
+                    await asyncio.sleep(0.01)
+            return await super().step(text)
+
+    groups = run(policy, task_of(lambda made: Overlapping([])))
+    assert [r.reward for g in groups for r in g.rollouts] == [2.0] * 12
 
 
 def test_an_async_environment_that_fails(policy):

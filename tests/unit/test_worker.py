@@ -107,7 +107,7 @@ def pool():
 
 @pytest.fixture(scope="module")
 def hasty():
-    pool = WorkerPool(1, timeout_s=0.3)
+    pool = WorkerPool(1, timeout_s=1.5)
     yield pool
     pool.close()
 
