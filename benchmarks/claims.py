@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from families.base import Arm, Family, Start
-from harness import ROOT, write_json
+from harness import ROOT, read_json, write_json
 
 FAMILIES = {
     "tuned": "what is saved on DAPO at its best learning rate, on four tasks",
@@ -172,25 +172,21 @@ def child(family: str, job: tuple[str, int], options: argparse.Namespace) -> boo
 def write_figures(family: Family, arms: Sequence[str], options: argparse.Namespace) -> None:
     """Add figures of these arms' finished runs to the JSON file, and draw the picture of what it has."""
     from runs import read_runs
-    from tables import figures_of, merged
+    from tables import merged
 
-    content = json.loads(options.out.read_text(encoding="utf-8")) if options.out and options.out.exists() else {}
-    figures = merged(figures_of(content), family.figures(read_runs(options.work, arms)))
-    if options.out:
-        about = {key: value for key, value in content.items() if key != "votes"} if "runs" in content else {}
-        write_json(options.out, about | {"runs": figures})
+    content = {"runs": {}} | read_json(options.out)
+    figures = merged(content["runs"], family.figures(read_runs(options.work, arms)))
+    write_json(options.out, content | {"runs": figures})
     if options.picture and family.draw is not None:
         family.draw(figures, options.picture)
 
 
 def tables_of(results: Path) -> dict[str, str]:
     """Every table of every results file, by name."""
-    from tables import figures_of
-
     made: dict[str, str] = {}
     for family in map(load, FAMILIES):
         for name, tables in family.tables.items():
-            made |= tables(figures_of(json.loads((results / name).read_text(encoding="utf-8"))))
+            made |= tables(read_json(results / name)["runs"])
     return made
 
 

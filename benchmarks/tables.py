@@ -48,16 +48,6 @@ def value_of(run: Summary, value: Value) -> float | None:
     return None if held is None else float(held)
 
 
-def either(*keys: str) -> Value:
-    """The first of some keys that a run has: files of different versions name a figure differently."""
-
-    def value(run: Summary) -> float | None:
-        values = [value_of(run, key) for key in keys]
-        return next((v for v in values if v is not None), None)
-
-    return value
-
-
 def over_seeds(runs: Sequence[Summary], value: Value) -> Estimate | None:
     """Mean over the runs that have the figure."""
     values = [value_of(run, value) for run in runs]
@@ -114,27 +104,6 @@ def merged(old: Mapping[str, list[Summary]], new: Mapping[str, list[Summary]]) -
         by_seed = {run["seed"]: run for runs in (old, new) for run in runs.get(arm, [])}
         both[arm] = [by_seed[seed] for seed in sorted(by_seed)]
     return both
-
-
-def figures_of(content: Any) -> Figures:
-    """Runs by arm of a results file, whichever version wrote it."""
-    if isinstance(content, list):
-        return {arm: [run for run in content if run["arm"] == arm] for arm in dict.fromkeys(r["arm"] for r in content)}
-    if "runs" not in content:
-        figures: Figures = {}
-        for name, part in content.items():
-            if isinstance(part, list):
-                figures[name] = part
-            elif isinstance(part, dict) and isinstance(part.get("runs"), list):
-                figures[name] = part["runs"]
-            elif isinstance(part, dict) and "runs" in part:  # a task's, whose arms have its name now
-                figures |= {f"{name}-{arm}": runs for arm, runs in figures_of(part).items()}
-        return figures
-    runs: Figures = dict(content["runs"])
-    for arm in runs:
-        if (arm == "arrol" or arm.endswith("-arrol")) and "dapo" not in arm and content.get("votes"):
-            runs[arm] = [run | {"votes": votes} for run, votes in zip(runs[arm], content["votes"], strict=True)]
-    return runs
 
 
 # ---- text --------------------------------------------------------------------------------------------------------

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runs import Run, summary
-from tables import Figures
+from tables import Figures, Summary
 
 FINAL = {"eval_generations": 8, "eval_greedy": True}
 """Evaluation of a finished run: all held-out prompts."""
@@ -47,10 +47,6 @@ class Arm:
     """Weights of votes among 32 answers, measured at the end."""
 
 
-def summaries(runs: Mapping[str, Sequence[Run]]) -> Figures:
-    return {arm: [summary(run) for run in of_arm] for arm, of_arm in runs.items()}
-
-
 @dataclass(frozen=True)
 class Family:
     work: str
@@ -58,8 +54,10 @@ class Family:
     arms: tuple[Arm, ...]
     tables: Mapping[str, Callable[[Figures], dict[str, str]]]
     """File under results/ -> the tables made of it, by name."""
-    figures: Callable[[Mapping[str, Sequence[Run]]], Figures] = summaries
-    """Finished runs by arm -> what the JSON file keeps of them."""
+    of_run: Callable[[Run], Summary] = summary
+    """A finished run -> what the JSON file keeps of it."""
+    twins: Mapping[str, str] = field(default_factory=dict)
+    """Arm -> the name under which its runs are kept once more, with the tokens that the engine decoded."""
     draw: Callable[[Figures, Path], None] | None = None
     final: Mapping[str, Any] = field(default_factory=lambda: FINAL)
     default: tuple[str, ...] = ()
@@ -73,6 +71,14 @@ class Family:
     """Makes what all runs need in the work directory; returns overrides for every run."""
     around: Callable[[Arm], AbstractContextManager[None]] = lambda arm: nullcontext()
     """What a run needs while it goes on."""
+
+    def figures(self, runs: Mapping[str, list[Run]]) -> Figures:
+        """Finished runs by arm -> what the JSON file keeps of them."""
+        figures = {arm: [self.of_run(run) for run in of_arm] for arm, of_arm in runs.items()}
+        for arm, twin in self.twins.items():
+            if arm in runs:
+                figures[twin] = [summary(run, decoded=True) for run in runs[arm]]
+        return figures
 
     def by_name(self) -> dict[str, Arm]:
         return {arm.name: arm for arm in self.arms}

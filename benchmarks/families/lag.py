@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -135,10 +135,6 @@ def of_run(run: Run) -> Summary:
     }
 
 
-def figures(runs: Mapping[str, Sequence[Run]]) -> Figures:
-    return {arm: [of_run(run) for run in of_arm] for arm, of_arm in runs.items()}
-
-
 COLUMNS = (
     Column("collapsed", lambda runs, base: f"{sum(run['collapsed'] for run in runs)} of {len(runs)}"),
     t.mean("final pass@1", "pass@1"),
@@ -165,7 +161,7 @@ GATE_COLUMNS = (
     t.mean("stopped by the gate", "stopped", t.TWO),
     t.ratio("tokens", "tokens", own=False),
 )
-CLUSTER_COLUMNS = (SEEDS, t.mean("held-out pass@1", t.either("deployed.pass@1", "pass@1")))
+CLUSTER_COLUMNS = (SEEDS, t.mean("held-out pass@1", "pass@1"))
 
 
 def lag_tables(name: str, runs: Figures) -> dict[str, str]:
@@ -192,7 +188,7 @@ FAMILY = Family(
         "sync_claims.json": gate_tables,
         "scale_claims.json": cluster_tables,
     },
-    figures=figures,
+    of_run=of_run,
     default=tuple(arm.name for arm in arms() if arm.name.startswith("lag")),
     may_stop=True,
     around=around,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import tables as t
 from families import stopping
 from families.base import Arm, Family
-from runs import Run
 from tables import SEEDS, Figures
 
 RECIPE = "arithmetic-smollm2"
@@ -63,10 +62,6 @@ def prepare(work: Path) -> list[str]:
     return [*COMMON, f"env.path={data}"]
 
 
-def figures(runs: Mapping[str, Sequence[Run]]) -> Figures:
-    return {arm: [stopping.of_run(run, COLD_STEPS) for run in of_arm] for arm, of_arm in runs.items()}
-
-
 COLUMNS = (
     SEEDS,
     t.mean("held-out pass@1", "deployed.pass@1"),
@@ -97,7 +92,7 @@ FAMILY = Family(
         for name, changes in CHANGES.items()
     ),
     tables={"llm_claims.json": tables},
-    figures=figures,
+    of_run=partial(stopping.of_run, after=COLD_STEPS),
     final={"eval_prompts": 256, "eval_generations": 2, "eval_greedy": True},
     seeds=3,
     vote_settings={"eval_prompts": 128},

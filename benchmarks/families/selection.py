@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 import tables as t
 from families.base import Arm, Family, Start
@@ -64,16 +62,13 @@ def swing(run: Run) -> float:
     return float(np.std(means))
 
 
-def figures(runs: Mapping[str, Sequence[Run]]) -> Figures:
-    def of_run(run: Run) -> t.Summary:
-        return summary(run) | {
-            "easy": run.share("frac_zero_easy", 0.5),
-            "hard": run.share("frac_zero_hard", 0.5),
-            "eta_eff_by_tenth": run.tenths("eta_eff", 8),
-            "swing": swing(run),
-        }
-
-    return {arm: [of_run(run) for run in of_arm] for arm, of_arm in runs.items()}
+def of_run(run: Run) -> t.Summary:
+    return summary(run) | {
+        "easy": run.share("frac_zero_easy", 0.5),
+        "hard": run.share("frac_zero_hard", 0.5),
+        "eta_eff_by_tenth": run.tenths("eta_eff", 8),
+        "swing": swing(run),
+    }
 
 
 def effective(tenth: int) -> t.Value:
@@ -135,6 +130,6 @@ FAMILY = Family(
         for name, (recipe, changes) in RECIPES.items()
     ),
     tables={"claims.json": tables},
-    figures=figures,
+    of_run=of_run,
     final=DEPLOYMENT,
 )

@@ -6,7 +6,7 @@ of 0.8. ARRoL's short answers are Countdown's, its long ones chain sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tables as t
@@ -69,15 +69,13 @@ def stopped(run: Run) -> float:
     return 1 - float(np.mean(kept)) if kept else cut / sum(run.series("groups/rolled_out"))
 
 
-def of_run(run: Run, after: int) -> Summary:
-    """Gate figures are means over the steps after so many."""
+def of_run(run: Run, after: int | None = None) -> Summary:
+    """Gate figures are means over the steps after so many; by default those after the cold start of ARRoL's arms."""
+    if after is None:
+        after = 0 if run.claim["arm"] in CUT else COLD_STEPS
     keys = ("grad_norm", "reward", "frac_reward_zero_std", *(f"gate/arrol/{key}" for key in OF_GATE))
     middles = {phase: float(np.median(run.series(f"seconds/{phase}"))) for phase in ("generate", "update")}
     return summary(run) | metrics_of(run, keys, after) | {"stopped": stopped(run), "median_seconds": middles}
-
-
-def figures(runs: Mapping[str, Sequence[Run]]) -> Figures:
-    return {arm: [of_run(run, 0 if arm in CUT else COLD_STEPS) for run in of_arm] for arm, of_arm in runs.items()}
 
 
 def step_seconds(run: Summary) -> float | None:
@@ -95,15 +93,15 @@ PASSED = (
 )
 CUT_COLUMNS = (
     *PASSED,
-    t.share("groups cut", t.either("cut_share", "stopped")),
+    t.share("groups cut", "stopped"),
     t.ratio("gradient norm", "grad_norm", own=False),
 )
 PRUNED_COLUMNS = (*PASSED, t.ratio("seconds of a median step", step_seconds))
 GATE_COLUMNS = (
-    t.mean("right, of those trained", t.either("trained.reward", "reward")),
-    t.mean("groups without signal", t.either("trained.frac_reward_zero_std", "frac_reward_zero_std")),
+    t.mean("right, of those trained", "reward"),
+    t.mean("groups without signal", "frac_reward_zero_std"),
     *(
-        t.mean(head, t.either(f"gate.{key}", f"gate/arrol/{key}"))
+        t.mean(head, f"gate/arrol/{key}")
         for head, key in zip(("keep rate", "right, of all", "p (1 - p)", "Brier", "AUROC"), OF_GATE, strict=True)
     ),
 )
@@ -151,5 +149,5 @@ FAMILY = Family(
     work="stopping",
     arms=tuple(arms()),
     tables={"gate_claims.json": cut_tables, "arrol_claims.json": pruned_tables},
-    figures=figures,
+    of_run=of_run,
 )

@@ -6,7 +6,7 @@ Rates are chosen on `TUNING`, seeds that are not reported. The engine decodes to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,18 +158,17 @@ def name_of(arm: str, rate: float, task: str = "countdown") -> str:
     return f"{arm}-lr{rate}" if task == "countdown" else f"{task}-{arm}-lr{rate}"
 
 
-def figures(runs: Mapping[str, Sequence[Run]]) -> Figures:
-    found: Figures = {}
-    for task in TASKS:
-        for rate in RATES:
-            for arm in METHODS:
-                of_arm = runs.get(name_of(arm, rate, task), [])
-                if of_arm:
-                    whole = arm in BASES or arm == "dapo-fixed-linear"
-                    found[name_of(arm, rate, task)] = [summary(run, decoded=not whole) for run in of_arm]
-                if of_arm and arm in TWINS:
-                    found[name_of(TWINS[arm], rate, task)] = [summary(run, decoded=True) for run in of_arm]
-    return found
+def names_of(arms: Iterable[str]) -> list[str]:
+    """Of these arms on every task and at every rate."""
+    return [name_of(arm, rate, task) for arm in arms for task in TASKS for rate in RATES]
+
+
+WHOLE = frozenset(names_of((*BASES, "dapo-fixed-linear")))
+"""Arms of which all sampled tokens count; of the others those that the engine decoded."""
+
+
+def of_run(run: Run) -> t.Summary:
+    return summary(run, decoded=run.claim["arm"] not in WHOLE)
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -260,7 +259,8 @@ FAMILY = Family(
     work="shared",
     arms=tuple(arms()),
     tables={"shared.json": tables, "thrifty.json": lambda runs: tables(runs, "every-token")},
-    figures=figures,
+    of_run=of_run,
+    twins=dict(zip(names_of(TWINS), names_of(TWINS.values()), strict=True)),
     draw=draw,
     default=tuple(
         name_of(arm, rate, task)

@@ -167,19 +167,6 @@ def test_the_cost_to_a_level_is_paired_and_says_what_misses_it() -> None:
     assert t.to_level("", 1.0, "seconds").cell(fast, base) == ""
 
 
-def test_every_layout_of_a_results_file_gives_runs_by_arm() -> None:
-    figures_of = importlib.import_module("tables").figures_of
-    run = {"seed": 0, "arm": "a"}
-    for content in (
-        [run],
-        {"a": [run]},
-        {"a": {"runs": [run], "curves": {}}},
-        {"runs": {"a": [run]}, "machine": {}},
-    ):
-        assert figures_of(content) == {"a": [run]}
-    assert figures_of({"task": {"runs": {"arrol": [run]}, "votes": [1]}}) == {"task-arrol": [run | {"votes": 1}]}
-
-
 def test_sides_take_turns_in_changing_order_and_a_warm_round_does_not_count() -> None:
     in_turn = importlib.import_module("harness").in_turn
     asked: list[str] = []
