@@ -78,11 +78,11 @@ def lengths(work: Workload) -> list[int]:
     return log_normal(work.rows) if work.long_tail else [work.times * (14 + i % 5) for i in range(work.rows)]
 
 
-def make_model(size: str, device: str) -> Any:
+def make_model(size: str, device: str, positions: int = 1024) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB} | SIZES[size]
     config = hf.Qwen2Config(
-        max_position_embeddings=1024, tie_word_embeddings=True, **sizes,
+        max_position_embeddings=positions, tie_word_embeddings=True, **sizes,
         eos_token_id=None, bos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     with torch.device(device):

@@ -35,9 +35,7 @@ from transformers import (
 )
 from workloads import Workload, long_tail_workload, short_workload
 
-from winnow.env.base import Env, RewardFn
 from winnow.run.trainer import Trainer
-from winnow.types import Prompt
 
 REWARDED_SHARE = 0.1
 """At 8 siblings 43% of the groups then have equal rewards, as in the middle of a run on Countdown."""
@@ -122,33 +120,16 @@ class Judge:
 # ---------------------------------------------------------------- Winnow
 
 
-@dataclass
-class Prompts:
-    """Plain prompts as a task."""
-
-    train: list[Prompt]
-    reward_funcs: list[RewardFn] = field(default_factory=list)
-    name: str = "prompts"
-    test: list[Prompt] = field(default_factory=list)
-    max_turns: int = 1
-    stop: tuple[str, ...] = ()
-
-    def make_env(self, prompt: Prompt) -> Env | None:
-        return None
-
-    def fingerprint(self) -> str:
-        return self.name
-
-
 class Marks(TrainerCallback):
     """Notes when each step has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self.marks: list[float] = []
         self.phases: list[dict[str, float]] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.marks.append(time.perf_counter())
+        self.marks.append(self.clock())
         if state.log_history:  # Winnow's; TRL is told to log nothing
             self.phases.append({k: v for k, v in state.log_history[-1].items() if k.startswith("seconds/")})
 
@@ -159,7 +140,7 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
         kept = Marks()
         trainer = Trainer(
             model=str(w.model_dir),
-            env=Prompts([Prompt(str(i), i, text=text) for i, text in enumerate(w.prompts)]),
+            train_dataset=[{"prompt": text} for text in w.prompts],
             reward_funcs=[judge.function()],
             processing_class=PreTrainedTokenizerFast.from_pretrained(w.model_dir),
             config={
@@ -191,9 +172,25 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
 # ---------------------------------------------------------------- TRL
 
 
+def quiet_trl(output_dir: str, device: str, **settings: Any) -> Any:
+    """TRL's arguments for a run of which only steps are of interest."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=output_dir,
+        lr_scheduler_type="constant",
+        use_cpu=device == "cpu",
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+        **settings,
+    )
+
+
 def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     torch.set_num_threads(setting.threads)
     torch.set_float32_matmul_precision(setting.matmul_precision)
@@ -210,24 +207,19 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
 
     try:
         with tempfile.TemporaryDirectory() as directory:
-            config = GRPOConfig(
-                output_dir=directory,
+            config = quiet_trl(
+                directory,
+                device,
                 per_device_train_batch_size=rows,
                 gradient_accumulation_steps=w.rollouts // rows,
                 num_generations=w.num_generations,
                 max_completion_length=w.max_completion_length,
                 learning_rate=w.learning_rate,
-                lr_scheduler_type="constant",
                 max_steps=steps + 1,
                 beta=0.0,
                 shuffle_dataset=False,
-                use_cpu=device == "cpu",
                 bf16=setting.dtype == "bfloat16",
                 gradient_checkpointing=setting.gradient_checkpointing,
-                report_to="none",
-                logging_strategy="no",
-                save_strategy="no",
-                disable_tqdm=True,
             )
             trainer = Timed(
                 model=AutoModelForCausalLM.from_pretrained(w.model_dir, dtype=torch.float32),

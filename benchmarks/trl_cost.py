@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 from harness import in_turn, machine, spread, write_json
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from step import Marks, quiet_trl
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback
+from trl import GRPOTrainer
 
 from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.ledger import Ledger
@@ -46,16 +47,6 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-class Clock(TrainerCallback):
-    """CPU seconds of the process by the end of each step."""
-
-    def __init__(self) -> None:
-        self.marks: list[float] = []
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.marks.append(time.process_time())
-
-
 def solved(completions: list[str], **columns: Any) -> list[float | None]:
     """Reward of the task under TRL's signature."""
     return countdown_reward(completions, *(columns[name] for name in ("numbers", "target", "style")))
@@ -63,23 +54,18 @@ def solved(completions: list[str], **columns: Any) -> list[float | None]:
 
 def one_run(start: Path, methods: Mapping[str, Any] | None, steps: int) -> dict[str, float]:
     """Mean CPU seconds of a step after the first, and rollouts a step; `methods` None: TRL alone."""
-    clock, task = Clock(), CountdownConfig().build()
+    clock, task = Marks(time.process_time), CountdownConfig().build()
     with tempfile.TemporaryDirectory() as out:
-        args = GRPOConfig(
-            output_dir=out,
+        args = quiet_trl(
+            out,
+            "cpu",
             per_device_train_batch_size=PROMPTS * G,
             num_generations=G,
             max_completion_length=24,
             learning_rate=1e-5,
-            lr_scheduler_type="constant",
             max_steps=steps + 1,
-            use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            report_to="none",
-            logging_strategy="no",
-            save_strategy="no",
-            disable_tqdm=True,
         )
         side: Any = GRPOTrainer if methods is None else WinnowGRPOTrainer
         trainer = side(

@@ -11,44 +11,19 @@ import time
 from typing import Any
 
 import torch
+from engine import VOCAB, make_model, make_tokenizer
 from harness import in_turn, spread, write_json
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Request, SamplingParams
 
-SIZES = {"0.7M": (128, 384, 3, 4), "25M": (512, 1408, 8, 8)}
-"""Hidden size, inner size, layers, heads."""
-WORDS, PROMPT, ACTION, OBSERVATION = 512, 120, 6, 30
-"""Words known; tokens of the first prompt, of an action and of an observation: about those of a household text game."""
-
-
-def engine_of(size: str, slots: int) -> LocalEngine:
-    hidden, inner, layers, heads = SIZES[size]
-    torch.manual_seed(0)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
-    )
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=WORDS,
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 4,
-            max_position_embeddings=2048,
-            eos_token_id=None,
-            bos_token_id=None,
-        )
-    )
-    return LocalEngine(model, tokenizer, slots=slots)
+PROMPT, ACTION, OBSERVATION = 120, 6, 30
+"""Tokens of the first prompt, of an action and of an observation: about those of a household text game."""
 
 
 def episodes(engine: LocalEngine, rollouts: int, turns: int, *, keep: bool) -> tuple[float, list[list[int]]]:
     """Seconds for all turns of all rollouts, side by side, and what was sampled."""
-    texts = [[(7 * (i // 8) + j) % WORDS for j in range(PROMPT)] for i in range(rollouts)]
+    texts = [[(7 * (i // 8) + j) % VOCAB for j in range(PROMPT)] for i in range(rollouts)]
     sampled: list[list[int]] = [[] for _ in range(rollouts)]
     started = time.perf_counter()
     for turn in range(turns):
@@ -61,12 +36,12 @@ def episodes(engine: LocalEngine, rollouts: int, turns: int, *, keep: bool) -> t
                 assert isinstance(event, Finished)
                 said = event.token_ids.tolist()
                 sampled[event.id] += said  # type: ignore[index]
-                texts[event.id] += [*said, *((turn + j) % WORDS for j in range(OBSERVATION))]  # type: ignore[index]
+                texts[event.id] += [*said, *((turn + j) % VOCAB for j in range(OBSERVATION))]  # type: ignore[index]
     return time.perf_counter() - started, sampled
 
 
 def compare(size: str, turns: int, rollouts: int, repeats: int) -> dict[str, Any]:
-    engine = engine_of(size, rollouts)
+    engine = LocalEngine(make_model(size, "cpu", positions=2048), make_tokenizer(), slots=rollouts)
     sides = {
         "again": lambda: episodes(engine, rollouts, turns, keep=False),
         "kept": lambda: episodes(engine, rollouts, turns, keep=True),
@@ -88,7 +63,7 @@ def compare(size: str, turns: int, rollouts: int, repeats: int) -> dict[str, Any
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", choices=list(SIZES))
+    parser.add_argument("--only", choices=["0.7M", "25M"])
 
 
 def run(options: argparse.Namespace) -> None:

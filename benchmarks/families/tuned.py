@@ -34,7 +34,6 @@ SMALL = ("prompts_per_step=8",)
 MEDIUM = ("prompts_per_step=16",)
 WIDE = ("num_generations=16",)
 HARD = ("group_size={name: sequential, probe: 4, hard_size: 16}",)
-KNAPSACK = ("group_size={name: allocate, value: knapsack}",)
 ACTIVE = ("num_generations=4", "filter={name: zero_variance, refill: false}")
 ADAPTIVE_K = ("group_size={name: adaptive_k, tau: 0.5, window: 5}",)
 LINEAR = ("lr_scheduler_type=linear",)
@@ -62,9 +61,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "pilot-commit": ("selector=backoff", *ROUNDS, "group_size={name: sequential, probe: 2}"),
     "reinforce-ada": (*ROUNDS, *HARD),
     "reinforce-ada-balanced": (*ROUNDS, "group_size={name: sequential, probe: 4, balanced: true}"),
-    "knapsack": (*ROUNDS, *KNAPSACK),
+    "knapsack": (*ROUNDS, "group_size={name: allocate, value: knapsack}"),
     "greso-small": (*GRESO, *SMALL),
-    "greso-probe": (*GRESO, *PROBE),
     "greso-reuse-4": (*GRESO, *REUSE),
     "greso-reuse-4-clip": (*GRESO, *REUSE, *CLIP),
     "greso-reuse-4-probe": (*GRESO, *REUSE, *CLIP, *PROBE),
@@ -72,8 +70,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "bayes-reuse-4-clip": (*BAYES, *REUSE, *CLIP),
     "bayes-reuse-4-probe": (*BAYES, *REUSE, *CLIP, *PROBE),
     "thrifty": (*BAYES, *SMALL),
-    "thrifty-4": (*BAYES, "prompts_per_step=4"),
-    "thrifty-knapsack": (*BAYES, *SMALL, *KNAPSACK),
     "oracle": (*ORACLE, *SMALL),
     "bayes-shared": (*BAYES, *DRAFTS),
     "mopps-shared": ("selector=thompson", *ROUNDS, *DRAFTS),
@@ -87,7 +83,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "thrifty-shared-twice-linear": (*SHARED_TWICE, *LINEAR),
 }
 """Arm -> what it changes in the task's recipe, which refills groups without signal exactly."""
-STEPS = {REUSE[0]: 10 / 3, SMALL[0]: 4, MEDIUM[0]: 8 / 3, "prompts_per_step=4": 8}
+STEPS = {REUSE[0]: 10 / 3, SMALL[0]: 4, MEDIUM[0]: 8 / 3}
 """Change -> how many times as many optimizer steps an arm with it has."""
 LENGTHS = {"dapo-fixed-linear-half": 1 / 2, "thrifty-shared-linear-long": 4 / 3, "thrifty-shared-wide-linear": 3 / 4}
 """Arm -> the factor by which its number of optimizer steps differs from that of others with its changes."""
