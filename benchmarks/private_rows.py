@@ -14,7 +14,7 @@ import copy
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -106,27 +106,16 @@ def compared(
     return found
 
 
-def of_column(name: str) -> list[dict[str, Any]]:
-    """Compare on a row with this column."""
-    rows = [{"prompt": "a row", "column": COLUMNS[name](0)}]
+def on_rows(rows: Iterable[dict[str, Any]], places: list[int], *names: str) -> list[dict[str, Any]]:
+    """Compare these sides on the prompts at these places."""
     train = DatasetConfig("rows").with_rows(rows).train
-    groups = 400 if name == "short" else 1
-    return [
-        {"column": name} | compared(lambda: (train[0] for _ in range(groups)), groups, function, *SIDES)
-        for function in (unread, read)
-    ]
+    return [compared(lambda: (train[i] for i in places), len(places), f, *names) for f in (unread, read)]
 
 
-def of_many_rows(n: int, groups: int) -> list[dict[str, Any]]:
-    """Compare on prompts at random places of many rows with short columns, a list of messages among them."""
+def many_rows(n: int) -> Iterator[dict[str, Any]]:
+    """Rows with short columns, a list of messages among them."""
     history = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
-    rows = ({"prompt": f"row {i}", "answer": i, "column": history, "level": {"a": [i]}} for i in range(n))
-    train = DatasetConfig("rows").with_rows(rows).train
-    places = random.Random(0).choices(range(n), k=groups)
-    return [
-        {"rows": n} | compared(lambda: (train[i] for i in places), groups, f, "shared", "private")
-        for f in (unread, read)
-    ]
+    return ({"prompt": f"row {i}", "answer": i, "column": history, "level": {"a": [i]}} for i in range(n))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -136,9 +125,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     table: dict[str, Any] = {"machine": machine("cpu"), "siblings": SIBLINGS, "columns": [], "many_rows": []}
-    for name in COLUMNS:
-        table["columns"] += of_column(name)
+    for name, value in COLUMNS.items():
+        groups = on_rows([{"prompt": "a row", "column": value(0)}], [0] * (400 if name == "short" else 1), *SIDES)
+        table["columns"] += [{"column": name} | found for found in groups]
         print(json.dumps(table["columns"][-2:]), flush=True)
-    table["many_rows"] = of_many_rows(options.rows, options.groups)
+    places = random.Random(0).choices(range(options.rows), k=options.groups)
+    groups = on_rows(many_rows(options.rows), places, "shared", "private")
+    table["many_rows"] = [{"rows": options.rows} | found for found in groups]
     print(json.dumps(table["many_rows"]))
     write_json(options.out, table)

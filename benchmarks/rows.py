@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import BENCH, machine, write_json
+from harness import in_a_process, machine, write_json
 
 from winnow.base.memory import resident_mib
 from winnow.env.dataset import DatasetConfig
@@ -79,10 +76,8 @@ def measured(form: str, n: int, folder: Path) -> dict[str, Any]:
     path = folder / f"{n}.{form}"
     if form != "python" and not path.exists():
         write(path, n)
-    command = [sys.executable, str(BENCH), "rows", "--start", form, str(path), str(n)]
-    done = subprocess.run(command, env=os.environ, check=True, stdout=subprocess.PIPE)
     size = path.stat().st_size / 2**20 if form != "python" else 0.0
-    return {"form": form, "rows": n, "file_mib": size} | json.loads(done.stdout)
+    return {"form": form, "rows": n, "file_mib": size} | in_a_process("rows", "--start", form, str(path), str(n))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,17 +103,12 @@ def metrics_of(
     return {key: float(middle(values)) for key, values in series.items() if values}
 
 
-def claims(work: Path, name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Directory and claim.json of every seed that has finished."""
-    for path in sorted(work.glob(f"{name}-s[0-9]*/claim.json")):
-        yield path.parent, json.loads(path.read_text(encoding="utf-8"))
-
-
 def read_runs(work: Path, arms: Sequence[str]) -> dict[str, list[Run]]:
-    """Finished runs by arm."""
+    """Finished runs by arm: those that have left a claim.json."""
     runs: dict[str, list[Run]] = {}
     for arm in arms:
-        for path, claim in claims(work, arm):
-            rows = [row for row in merge_steps(read_lines(path / METRICS, [])) if "updated" in row]
-            runs.setdefault(arm, []).append(Run(path, rows, claim))
+        for file in sorted(work.glob(f"{arm}-s[0-9]*/claim.json")):
+            rows = [row for row in merge_steps(read_lines(file.parent / METRICS, [])) if "updated" in row]
+            claim = json.loads(file.read_text(encoding="utf-8"))
+            runs.setdefault(arm, []).append(Run(file.parent, rows, claim))
     return runs

@@ -95,29 +95,23 @@ class Judge:
         self.lengths: list[int] = []
         self.zero_variance: list[bool] = []
 
-    def function(self) -> Callable[..., list[float | None]]:
-        def pseudo_random(completions: list[str], completion_ids: list[Any], **_: Any) -> list[float | None]:
-            rewards = [float(zlib.crc32(c.encode()) / 2**32 < REWARDED_SHARE) for c in completions]
-            self.lengths += [len(ids) for ids in completion_ids]
-            size, share = self.w.num_generations, self.w.zero_variance_share
-            for start in range(0, len(rewards), size):
-                if share is not None:
-                    number = len(self.zero_variance)
-                    same = int((number + 1) * share) > int(number * share)
-                    rewards[start : start + size] = [float(not same)] + [0.0] * (size - 1)
-                self.zero_variance.append(len(set(rewards[start : start + size])) == 1)
-            return list(rewards)
-
-        return pseudo_random
+    def reward(self, completions: list[str], completion_ids: list[Any], **_: Any) -> list[float | None]:
+        rewards = [float(zlib.crc32(c.encode()) / 2**32 < REWARDED_SHARE) for c in completions]
+        self.lengths += [len(ids) for ids in completion_ids]
+        size, share = self.w.num_generations, self.w.zero_variance_share
+        for start in range(0, len(rewards), size):
+            if share is not None:
+                number = len(self.zero_variance)
+                same = int((number + 1) * share) > int(number * share)
+                rewards[start : start + size] = [float(not same)] + [0.0] * (size - 1)
+            self.zero_variance.append(len(set(rewards[start : start + size])) == 1)
+        return list(rewards)
 
     def run(self, marks: list[float], phases: list[dict[str, float]]) -> Run:
         """The run but for its first step; `phases` are those of each step."""
         seconds = [b - a for a, b in itertools.pairwise(marks)]
         means = {name: round(statistics.mean(p[name] for p in phases[1:]), 5) for name in phases[1]}
         return Run(seconds, self.lengths[self.w.rollouts :], self.zero_variance[self.w.prompts_per_step :], means)
-
-
-# ---------------------------------------------------------------- Winnow
 
 
 class Marks(TrainerCallback):
@@ -141,7 +135,7 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
         trainer = Trainer(
             model=str(w.model_dir),
             train_dataset=[{"prompt": text} for text in w.prompts],
-            reward_funcs=[judge.function()],
+            reward_funcs=[judge.reward],
             processing_class=PreTrainedTokenizerFast.from_pretrained(w.model_dir),
             config={
                 "output_dir": f"{directory}/run",
@@ -167,9 +161,6 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
         trainer.train()
     phases = [{k.removeprefix("seconds/"): v for k, v in p.items() if "total" not in k} for p in kept.phases]
     return judge.run(kept.marks, phases)
-
-
-# ---------------------------------------------------------------- TRL
 
 
 def quiet_trl(output_dir: str, device: str, **settings: Any) -> Any:
@@ -223,7 +214,7 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
             )
             trainer = Timed(
                 model=AutoModelForCausalLM.from_pretrained(w.model_dir, dtype=torch.float32),
-                reward_funcs=judge.function(),
+                reward_funcs=judge.reward,
                 args=config,
                 train_dataset=Dataset.from_list([{"prompt": text} for text in w.prompts]),
                 processing_class=PreTrainedTokenizerFast.from_pretrained(w.model_dir),
@@ -237,8 +228,6 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
     phases = [{"generate": g, "update": s - g} for g, s in zip(generation, steps_seconds, strict=True)]
     return judge.run(clock.marks, phases)
 
-
-# ---------------------------------------------------------------- measuring
 
 SIDES: dict[str, Callable[[Workload, Setting, int, str], Run]] = {"winnow": run_winnow, "trl": run_trl}
 

@@ -30,9 +30,6 @@ class Column:
     cell: Callable[[list[Summary], list[Summary]], str]
 
 
-# ---- figures -----------------------------------------------------------------------------------------------------
-
-
 def value_of(run: Summary, value: Value) -> float | None:
     """None where the run lacks the key."""
     if callable(value):
@@ -106,9 +103,6 @@ def merged(old: Mapping[str, list[Summary]], new: Mapping[str, list[Summary]]) -
     return both
 
 
-# ---- text --------------------------------------------------------------------------------------------------------
-
-
 def text(value: Estimate | None, form: str = "{:.3f}", scale: float = 1.0) -> str:
     """A mean, with its interval where there are seeds enough; blank without a figure."""
     if value is None:
@@ -131,9 +125,9 @@ def share(head: str, value: Value) -> Column:
     return mean(head, value, "{:.0f}%", 100)
 
 
-def difference(head: str, value: Value, *, own: bool = False) -> Column:
-    """Differences to the baseline; `own`: its own row has the zeros, too."""
-    return _paired(head, value, SIGNED, as_ratio=False, own=own)
+def difference(head: str, value: Value) -> Column:
+    """Differences to the baseline, whose own row is blank."""
+    return _paired(head, value, SIGNED, as_ratio=False, own=False)
 
 
 def ratio(head: str, value: Value, *, own: bool = True) -> Column:
@@ -169,16 +163,14 @@ def to_level(head: str, part: float, axis: str = "tokens") -> Column:
     return Column(head, cell)
 
 
-def at_equal_cost(head: str, axis: str = "tokens") -> Column:
+def at_equal_tokens(head: str) -> Column:
     """Difference in pass@1 where the cheaper of a pair ends."""
 
     def cell(runs: list[Summary], base: list[Summary]) -> str:
         passed = []
         for run, other in paired(runs, base):
-            curves = curve_of(run, axis), curve_of(other, axis)
-            if curves[0] and curves[1]:
-                cost = min(curve[-1][1] for curve in curves if curve)
-                passed.append((at_cost(curves[0], cost), at_cost(curves[1], cost)))
+            cost = min(run["curve"][-1][1], other["curve"][-1][1])
+            passed.append((at_cost(run["curve"], cost), at_cost(other["curve"], cost)))
         return text(paired_estimate(passed, False), SIGNED)
 
     return Column(head, cell)

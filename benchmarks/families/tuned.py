@@ -176,7 +176,7 @@ COLUMNS: tuple[Column, ...] = (
     t.ratio("tokens", "tokens"),
     t.ratio("sampled tokens", lambda run: run["tokens"] + run["accepted"] if "accepted" in run else None),
     t.ratio("seconds", "seconds"),
-    t.at_equal_cost("pass@1 at equal tokens"),
+    t.at_equal_tokens("pass@1 at equal tokens"),
     t.to_level("tokens to 95% of the base's final pass@1", 0.95),
     t.to_level("seconds to it", 0.95, "seconds"),
 )
