@@ -21,6 +21,7 @@ _ORDER = (
 TABLES: dict[str, Mapping[str, type]] = {key: _TABLES[key] for key in _ORDER}
 """Config field -> its table, in the order a rollout passes them."""
 
+
 def all_methods() -> list[dict[str, Any]]:
     """Return an entry per method: `field, name, summary, file, options` (option -> default), maybe `provides`."""
     found = []
