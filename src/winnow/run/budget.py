@@ -134,10 +134,10 @@ class Gpus:
     @classmethod
     def from_text(cls, text: str) -> Gpus:
         """Parse `24GiB`, `80GB` or `2x80GiB`. Raises ConfigError on anything else."""
-        found = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*(GiB|GB)", text.strip(), re.IGNORECASE)
-        if found is None or int(found[1] or 1) < 1:
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*(GiB|GB)", text.strip(), re.IGNORECASE)
+        if match is None or int(match[1] or 1) < 1:
             raise ConfigError(f"--gpu: cannot read {text!r}; write e.g. 24GiB or 2x80GiB")
-        return cls(int(found[1] or 1), int(float(found[2]) * (GIB if found[3].lower() == "gib" else 10**9)))
+        return cls(int(match[1] or 1), int(float(match[2]) * (GIB if match[3].lower() == "gib" else 10**9)))
 
 
 Phases = dict[str, dict[str, int]]

@@ -24,7 +24,7 @@ TABLES: dict[str, Mapping[str, type]] = {key: _TABLES[key] for key in _ORDER}
 
 def all_methods() -> list[dict[str, Any]]:
     """Return an entry per method: `field, name, summary, file, options` (option -> default), maybe `provides`."""
-    found = []
+    entries = []
     for field, table in TABLES.items():
         for name in table:
             cls = table[name]
@@ -32,8 +32,8 @@ def all_methods() -> list[dict[str, Any]]:
             file = cls.__module__.replace(".", "/") + ".py"
             entry = {"field": field, "name": name, "summary": summary, "file": file, "options": defaults_of(cls)}
             provides = getattr(cls, "provides", None)
-            found.append(entry | ({"provides": sorted(provides)} if provides else {}))
-    return found
+            entries.append(entry | ({"provides": sorted(provides)} if provides else {}))
+    return entries
 
 
 def defaults_of(cls: type) -> dict[str, Any]:

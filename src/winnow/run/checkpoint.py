@@ -154,20 +154,20 @@ def steps(run_dir: Path) -> list[int]:
         return []
     except OSError as error:
         raise CheckpointError(f"{run_dir / 'checkpoints'}: cannot be read ({error.strerror})") from None
-    found = [re.fullmatch(r"step-([0-9]+)", name) for name in names]
-    return sorted(int(name[1]) for name in found if name)
+    matches = [re.fullmatch(r"step-([0-9]+)", name) for name in names]
+    return sorted(int(name[1]) for name in matches if name)
 
 
 def latest(run_dir: Path) -> Path | None:
     """Return the newest checkpoint, verified; None without one. Raises CheckpointError if it is damaged."""
-    found = steps(run_dir)
-    if not found:
+    saved_steps = steps(run_dir)
+    if not saved_steps:
         return None
-    directory = run_dir / "checkpoints" / _name(found[-1])
+    directory = run_dir / "checkpoints" / _name(saved_steps[-1])
     try:
         verify(directory)
     except CheckpointError as error:
-        earlier = f" To resume from step {found[-2]} instead, remove {directory}." if len(found) > 1 else ""
+        earlier = f" To resume from step {saved_steps[-2]} instead, remove {directory}." if len(saved_steps) > 1 else ""
         raise CheckpointError(f"{error}.{earlier}") from None
     return directory
 
@@ -185,8 +185,8 @@ def newest_model(run_dir: Path) -> Iterator[tuple[Path, Path]]:
     root = run_dir / "checkpoints"
     with tempfile.TemporaryDirectory(prefix=".reading-", dir=root if os.access(root, os.W_OK) else None) as own:
         saved = None
-        while saved is None and (found := steps(run_dir)):
-            saved = _linked(root / _name(found[-1]), Path(own))
+        while saved is None and (saved_steps := steps(run_dir)):
+            saved = _linked(root / _name(saved_steps[-1]), Path(own))
         if saved is None:
             raise ConfigError(f"{run_dir}: no finished model or checkpoint yet; train longer")
         yield saved / "model", root / saved.name / "model"
@@ -246,16 +246,16 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     of_trl = sorted(
         run_dir.glob(f"checkpoint-[0-9]*/{TRL_STATE}"), key=lambda path: int(path.parent.name.rpartition("-")[2])
     )
-    found = {}
+    by_file = {}
     for path in (run_dir / START, *saved, *of_trl[-1:]):
         try:
             values = from_json(bytes_of(path))
-            found[str(path.relative_to(run_dir))] = values if path.name == START else dict(values["ledger"])
+            by_file[str(path.relative_to(run_dir))] = values if path.name == START else dict(values["ledger"])
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: damaged or unreadable ({error!r})") from None
-    return found
+    return by_file
 
 
 def parsed(file: Path) -> dict[str, Any]:

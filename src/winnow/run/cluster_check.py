@@ -92,12 +92,12 @@ class Nodes:
         """Return answers by node. Each node gets its own item of every argument list; a failed node is dropped."""
         import ray
 
-        asked = {}
+        references = {}
         for i, (name, probe) in enumerate(self.probes.items()):
-            asked[name] = getattr(probe, method).remote(*(argument[i] for argument in arguments))
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=self.node_s)
+            references[name] = getattr(probe, method).remote(*(argument[i] for argument in arguments))
+        ray.wait(list(references.values()), num_returns=len(references), timeout=self.node_s)
         answers = {}
-        for name, reference in asked.items():
+        for name, reference in references.items():
             try:
                 answers[name] = ray.get(reference, timeout=0.1)
             except Exception as error:
@@ -128,9 +128,9 @@ def check(address: str | None = None, shared: Path | None = None, node_s: float 
     try:
         facts = nodes.ask("facts")
         mine = versions()
-        for name, found in facts.items():
-            nodes.problems += [f"{name}: {problem}" for problem in different(found["versions"], mine)]
-        others = [[found["address"] for name, found in facts.items() if name != own] for own in nodes.probes]
+        for name, fact in facts.items():
+            nodes.problems += [f"{name}: {problem}" for problem in different(fact["versions"], mine)]
+        others = [[fact["address"] for name, fact in facts.items() if name != own] for own in nodes.probes]
         for name, failures in nodes.ask("reach", others).items():
             nodes.problems += [f"{name}: {failure}" for failure in failures]
         _store(nodes)
@@ -182,14 +182,14 @@ def _shared(nodes: Nodes, path: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions that must be the same on all nodes."""
-    found = {"python": platform.python_version()}
+    known = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            known[name] = importlib.metadata.version(name)
     source, root = hashlib.sha256(), Path(__file__).resolve().parents[1]
     for path in sorted(root.rglob("*.py")):
         source.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return found | {"winnow's source": source.hexdigest()[:12]}
+    return known | {"winnow's source": source.hexdigest()[:12]}
 
 
 def different(theirs: dict[str, str], mine: dict[str, str]) -> list[str]:

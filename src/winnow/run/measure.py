@@ -180,11 +180,11 @@ def _engine(bench: Bench, engine: Any, phases: tuple[str, str]) -> Figures:
     rollouts: list[Rollout] = []
 
     def generate() -> None:
-        asked = {request.id: request for request in bench.requests}
+        by_id = {request.id: request for request in bench.requests}
         engine.submit(bench.requests)
         while engine.pending:
             events = [event for event in engine.step() if isinstance(event, Finished)]
-            rollouts.extend(_rollout(asked[event.id], event.token_ids, event.logp) for event in events)
+            rollouts.extend(_rollout(by_id[event.id], event.token_ids, event.logp) for event in events)
 
     versions = iter((1, 2))
 
@@ -197,9 +197,9 @@ def _engine(bench: Bench, engine: Any, phases: tuple[str, str]) -> Figures:
         publish_s = bench.timed(publish, phases[0])
         seconds = bench.timed(generate, phases[1])
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-    found = require_agreement(rollouts, learner, engine.dtype)
+    agreement = require_agreement(rollouts, learner, engine.dtype)
     figures = {"tokens_per_s": tokens / seconds, "publish_s": publish_s, "dtype": engine.dtype}
-    return figures | {"nats_from_learner": asdict(found)}
+    return figures | {"nats_from_learner": asdict(agreement)}
 
 
 def _release(engine: Any) -> None:

@@ -31,44 +31,44 @@ def placement(r: Resolved, sizes: Sizes, rollouts: int, *, sent: bool = True) ->
     `rollouts`: of one step. `sent`: ranks are sent the whole model instead of reading their shards from files.
     """
     c, engine = r.config, r.engine
-    found: dict[str, Any] = {**_places(r)}
-    if "samplers" in found:
+    places: dict[str, Any] = {**_places(r)}
+    if "samplers" in places:
         processes = getattr(engine, "tensor_parallel_size", 1)
-        at_once = min(max(rollouts // found["samplers"]["count"], 1), getattr(engine, "slots", rollouts))
+        at_once = min(max(rollouts // places["samplers"]["count"], 1), getattr(engine, "slots", rollouts))
         positions = at_once * c.longest
         bytes_ = (
             4 * sizes.total
             + positions * engine_bytes(engine) * Shapes.from_model(r.model.meta_model, c.lora).kv_elements
         )
-        found["samplers"]["mib"] = round(processes * PROCESS_MIB + bytes_ / MIB)
-    if "ranks" in found:
-        cut_among = r.options.learner.fsdp_size or found["ranks"]["count"]
+        places["samplers"]["mib"] = round(processes * PROCESS_MIB + bytes_ / MIB)
+    if "ranks" in places:
+        cut_among = r.options.learner.fsdp_size or places["ranks"]["count"]
         reference = 4 * sizes.total if c.keeps_reference and c.lora is None else 0
         kept = reference + (4 * sizes.total + 12 * sizes.trained) / cut_among
         at_start = reference + 4 * sizes.total if sent else 0
-        found["ranks"]["mib"] = round(PROCESS_MIB + max(at_start, kept) / MIB)
-        found["ranks"]["mib_once_cut"] = round(PROCESS_MIB + kept / MIB)
-    if found:
-        if isinstance(r.options.sync, Ray) or "ranks" in found:
-            found["nodes"] = nodes = _nodes()
+        places["ranks"]["mib"] = round(PROCESS_MIB + max(at_start, kept) / MIB)
+        places["ranks"]["mib_once_cut"] = round(PROCESS_MIB + kept / MIB)
+    if places:
+        if isinstance(r.options.sync, Ray) or "ranks" in places:
+            places["nodes"] = nodes = _nodes()
         else:  # processes of this machine, which share its cores
             here = {"node": "this machine", "cpus": os.cpu_count(), "gpus": 0.0, "mib": round(main_memory() / MIB)}
-            found["nodes"], nodes = [here], [here | {"cpus": math.inf}]
-        found["does_not_fit"] = does_not_fit(found, nodes)
-    return found
+            places["nodes"], nodes = [here], [here | {"cpus": math.inf}]
+        places["does_not_fit"] = does_not_fit(places, nodes)
+    return places
 
 
 def _places(r: Resolved) -> dict[str, dict[str, Any]]:
     """Return the count of each kind of process and its needs except memory. Its Ray cluster must be joined."""
-    found: dict[str, dict[str, Any]] = {}
+    places: dict[str, dict[str, Any]] = {}
     sampling, learner, device = r.options.sync, r.options.learner, r.config.device
     if isinstance(sampling, PoolOptions):
         gpus = sampling.gpus(device, r.engine) if isinstance(sampling, Ray) else 0.0
-        found["samplers"] = {"count": sampling.samplers, "to_start": sampling.least}
-        found["samplers"] |= {"cpus": sampling.threads, "gpus": gpus}
+        places["samplers"] = {"count": sampling.samplers, "to_start": sampling.least}
+        places["samplers"] |= {"cpus": sampling.threads, "gpus": gpus}
     if isinstance(learner, Fsdp):
-        found["ranks"] = {"count": learner.ranks, "cpus": learner.threads, "gpus": learner.gpus(device)}
-    return found
+        places["ranks"] = {"count": learner.ranks, "cpus": learner.threads, "gpus": learner.gpus(device)}
+    return places
 
 
 def require_places(r: Resolved) -> None:
@@ -84,26 +84,26 @@ def require_places(r: Resolved) -> None:
     key = next(iter(on_cluster))
     try:
         cluster.join(key, on_cluster[key].ray_address, r.options.cores)
-        wanted = _places(r)
+        places = _places(r)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if not isinstance(sampling, Ray):
-        wanted.pop("samplers", None)
+        places.pop("samplers", None)
     elif sampling.min_samplers is not None:
-        wanted["samplers"]["count"] = sampling.min_samplers
+        places["samplers"]["count"] = sampling.min_samplers
     if not isinstance(learner, Fsdp) and r.device.type == "cuda" and cluster.gpus_here():
-        wanted["learner"] = {"count": 1, "cpus": 0, "gpus": 1}
+        places["learner"] = {"count": 1, "cpus": 0, "gpus": 1}
     needs = []
-    for kind, each in wanted.items():
+    for kind, each in places.items():
         count = each["count"]
         needs.append(f"{count} {kind} need {_amounts(count * each['cpus'], count * each['gpus'])}")
     need = f"{' and '.join(on_cluster)}: {', '.join(needs)}"
     nodes = [node | {"mib": 0} for node in _nodes()]
-    if does_not_fit({kind: each | {"mib": 0} for kind, each in wanted.items()}, nodes):
+    if does_not_fit({kind: each | {"mib": 0} for kind, each in places.items()}, nodes):
         has = "; ".join(_amounts(node["cpus"], node["gpus"]) for node in nodes) or "no nodes"
         raise ConfigError(f"{need}, and the cluster has {has}; {FEWER}")
     deadline = time.monotonic() + FREE_S
-    while missing := _not_free(wanted):
+    while missing := _not_free(places):
         if time.monotonic() > deadline:
             raise ConfigError(f"{need}, but other jobs of the cluster leave {missing}; {FEWER}")
         time.sleep(0.2)
@@ -113,13 +113,13 @@ def _amounts(cpus: float, gpus: float) -> str:
     return f"{cpus:g} CPUs and {gpus:g} GPUs"
 
 
-def _not_free(wanted: dict[str, dict[str, Any]]) -> str:
+def _not_free(places: dict[str, dict[str, Any]]) -> str:
     """Return the free resources if they are not enough, else an empty text."""
     import ray
 
     free, short = ray.available_resources(), False
     for kind, name in (("cpus", "CPU"), ("gpus", "GPU")):
-        needed = sum(each["count"] * each[kind] for each in wanted.values())
+        needed = sum(each["count"] * each[kind] for each in places.values())
         short = short or needed > free.get(name, 0.0)
     return _amounts(free.get("CPU", 0.0), free.get("GPU", 0.0)) if short else ""
 
@@ -135,14 +135,14 @@ def _nodes() -> list[dict[str, Any]]:
     return nodes
 
 
-def does_not_fit(wanted: dict[str, dict[str, Any]], nodes: list[dict[str, Any]]) -> list[str]:
+def does_not_fit(places: dict[str, dict[str, Any]], nodes: list[dict[str, Any]]) -> list[str]:
     """Place processes where most memory is left, samplers last; return a sentence for each kind that does not fit."""
     left = [dict(node) for node in nodes]
     problems = []
     for kind in ("learner", "ranks", "samplers"):
-        if kind not in wanted:
+        if kind not in places:
             continue
-        each, missing = wanted[kind], 0
+        each, missing = places[kind], 0
         for _ in range(each["count"]):
             room = [node for node in left if all(node[key] >= each[key] for key in ("cpus", "gpus", "mib"))]
             if not room:

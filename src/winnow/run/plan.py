@@ -95,15 +95,15 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
     r = resolve(c, Options.from_config(c), machine, model)
     c, budgets = r.config, r.budgets
     shapes = next(iter(budgets.values())).shapes
-    found: dict[str, Any] = {"model": c.model, "parameters": shapes.parameters, "trained_parameters": shapes.trained}
+    planned: dict[str, Any] = {"model": c.model, "parameters": shapes.parameters, "trained_parameters": shapes.trained}
     for key in ("dtype", "tokens_per_microbatch", "gradient_checkpointing", "engine"):
-        found[key] = getattr(c, key)
-    found |= {"engine_because": r.why.get("engine", "as configured"), "gpus": gpus.count}
-    found["gib_of_each"] = round(gpus.memory / GIB, 1)
-    found["memory_gib"] = {name: _in_gib(budget.phases()) for name, budget in budgets.items()}
+        planned[key] = getattr(c, key)
+    planned |= {"engine_because": r.why.get("engine", "as configured"), "gpus": gpus.count}
+    planned["gib_of_each"] = round(gpus.memory / GIB, 1)
+    planned["memory_gib"] = {name: _in_gib(budget.phases()) for name, budget in budgets.items()}
     if not r.options.learns_elsewhere:
-        found["host_memory_gib"] = _in_gib(_on_host(r))
-    return found
+        planned["host_memory_gib"] = _in_gib(_on_host(r))
+    return planned
 
 
 def _on_host(r: Resolved) -> Phases:

@@ -69,9 +69,9 @@ def warn_of_profile(c: RunConfig, task: Task, rewarder: Rewarder, success: Succe
         there = {name: key.get(name) for name in settings}
     except (OSError, ValueError, KeyError, TypeError):
         return
-    if found := differences(there, settings):
+    if changed := differences(there, settings):
         warnings.warn(
-            f"selector: {profile} was made with other settings ({found}), so its pass rates may not be this run's; "
+            f"selector: {profile} was made with other settings ({changed}), so its pass rates may not be this run's; "
             "make it again with `winnow pass-rates`, or ignore this if they are close enough",
             stacklevel=2,
         )

@@ -36,8 +36,8 @@ class PromptExample:
     @property
     def opening(self) -> str:
         """Return the tag in which the prompt ends, e.g. `<think>`; empty if it ends in none."""
-        found = _OPENING.search(self.text)
-        return found[1] if found else ""
+        match = _OPENING.search(self.text)
+        return match[1] if match else ""
 
     def line(self) -> str:
         """Return the line a run prints at its start."""

@@ -82,19 +82,19 @@ class Server:
     def serve(self, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
         """Serve until a `stop` message. The first weights are the newest once the engine is built."""
         self._reply({"built": True})
-        found: list[dict[str, Any]] = []
-        while not found or not found[-1].keys() & {"weights", "stop"}:
+        messages: list[dict[str, Any]] = []
+        while not messages or not messages[-1].keys() & {"weights", "stop"}:
             self._alive()
             with contextlib.suppress(queue.Empty):
-                found.append(inbox.get(timeout=HEARTBEAT_S))
+                messages.append(inbox.get(timeout=HEARTBEAT_S))
         while True:
-            for message in self._take(inbox, found):
+            for message in self._take(inbox, messages):
                 if "stop" in message:
                     self._reply({"stopped": [group_state(group) for group in self.runner.abandon()]})
                     return
                 if "launch" in message:
                     self.runner.launch(job_from(message["launch"], self._prompts))
-            groups, found = [], []
+            groups, messages = [], []
             if self.runner.pending:
                 failpoint("sampler.step")
                 groups = self.runner.poll()
@@ -104,21 +104,21 @@ class Server:
             if groups or time.monotonic() - self._reported >= HEARTBEAT_S:
                 self._alive()
 
-    def _take(self, inbox: queue.SimpleQueue[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return `found` and all pending messages; wait when idle. Loads only the newest weights."""
-        if not found and not self.runner.pending:
+    def _take(self, inbox: queue.SimpleQueue[dict[str, Any]], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return `messages` and all pending ones; wait when idle. Loads only the newest weights."""
+        if not messages and not self.runner.pending:
             started = time.monotonic()
             with contextlib.suppress(queue.Empty):
-                found.append(inbox.get(timeout=HEARTBEAT_S))
+                messages.append(inbox.get(timeout=HEARTBEAT_S))
             self._idle_s += time.monotonic() - started
         while not inbox.empty():
-            found.append(inbox.get())
-        weights = [message for message in found if "weights" in message]
+            messages.append(inbox.get())
+        weights = [message for message in messages if "weights" in message]
         if weights:
             self._load(weights[-1])
         for message in weights:  # else Ray keeps the weights as long as the message
             del message["weights"]
-        return found
+        return messages
 
     def _load(self, message: dict[str, Any]) -> None:
         failpoint("sampler.load")

@@ -75,8 +75,8 @@ class Session:
         Raises ConfigError where task, model, rewards or code are not those of the run, CheckpointError when files are
         missing or damaged.
         """
-        c, parts, found = self.config, self.parts, self._resume_from
-        self._state = state = checkpoint.load_run_state(found) if found else None
+        c, parts, saved = self.config, self.parts, self._resume_from
+        self._state = state = checkpoint.load_run_state(saved) if saved else None
         self._seconds_before = float(state["seconds_total"]) if state else 0.0
         parts.require_same(state["fingerprints"] if state else fingerprints_of(self.run_dir))
         self._code = code_of(c, [*parts.rewarder.specs, parts.task, *self._callbacks])
@@ -187,8 +187,8 @@ class Session:
         except SamplersLostError as error:
             raise RunStoppedError(f"step {self.loop.step}: {error}") from None
 
-    def _restore(self, state: Mapping[str, Any], found: Path) -> None:
-        with checkpoint.understood(found / checkpoint.STATE), at("loop"):
+    def _restore(self, state: Mapping[str, Any], directory: Path) -> None:
+        with checkpoint.understood(directory / checkpoint.STATE), at("loop"):
             self.loop.load_state_dict(state["loop"])
             for rollout in (r for group in self.loop.collector.kept_groups() for r in group.rollouts):
                 if rollout.reward is not None:  # without one it is not trained, and may be too long
@@ -198,10 +198,10 @@ class Session:
             self._callbacks.state.log(row)
             self._callbacks.state.evaluated(row, self.config)
         self._at(self.loop.step)
-        self.parts.learner.load(found)
-        self.parts.sampler.load(found)
+        self.parts.learner.load(directory)
+        self.parts.sampler.load(directory)
         self._start_sampler()
-        with checkpoint.understood(found / checkpoint.STATE), at("loop.in_flight"):
+        with checkpoint.understood(directory / checkpoint.STATE), at("loop.in_flight"):
             self.loop.collector.relaunch(state["loop"]["in_flight"])
 
     def run(self) -> None:
@@ -245,8 +245,8 @@ class Session:
         sampler.runner.rewarder = rewarder
         return self._evaluated(self.parts.evaluate())
 
-    def _evaluated(self, found: Evaluation) -> dict[str, float]:
-        metrics = {f"eval/{name}": value for name, value in found.metrics.items()}
+    def _evaluated(self, evaluation: Evaluation) -> dict[str, float]:
+        metrics = {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         self._records.track(row := self._totals() | metrics)
         self._callbacks.report(self._callbacks.state.log(row), self._notify)
         return metrics
@@ -327,11 +327,11 @@ class Session:
         return self._evaluate_now(step) if self._callbacks.take("should_evaluate") or due else None
 
     def _evaluate_now(self, step: int) -> Evaluation:
-        found = self.parts.evaluate()
+        evaluated = self.parts.evaluate()
         self._evaluated_at = step
-        self.ledger.evaluation(step, rollouts=found.rollouts, tokens=found.tokens, seconds=found.seconds)
-        self._records.samples(step, found.groups, "test")
-        return found
+        self.ledger.evaluation(step, rollouts=evaluated.rollouts, tokens=evaluated.tokens, seconds=evaluated.seconds)
+        self._records.samples(step, evaluated.groups, "test")
+        return evaluated
 
     def _profile(self, step: int) -> None:
         """Give the selector fresh pass rates of all training prompts, if it asks for them."""

@@ -39,16 +39,16 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
         with opened(c, task, saved) as (_, roll_out, rewarder):
             check_rewards(task, prompts[0], rewarder)
             success = build_success(c, task, rewarder.aliases, c.reward_weights)
-            found = evaluate(roll_out, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
+            evaluation = evaluate(roll_out, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
     return {
         "model": name,
         "right": str(success),
-        **found.metrics,
+        **evaluation.metrics,
         "prompts": len(prompts),
         "n": c.eval_generations,
         "temperature": c.eval_temperature,
-        "tokens": found.tokens,
-        "seconds": round(found.seconds, 3),
+        "tokens": evaluation.tokens,
+        "seconds": round(evaluation.seconds, 3),
     }
 
 

@@ -124,14 +124,14 @@ class Trainer:
 
     def _find_checkpoint(self, config: RunConfig) -> Path | None:
         """Return the checkpoint to resume; None to start from the beginning."""
-        found = checkpoint.latest(self.run_dir)
-        if found:
-            state = checkpoint.load_run_state(found)
+        newest = checkpoint.latest(self.run_dir)
+        if newest:
+            state = checkpoint.load_run_state(newest)
             refuse_changes(self.run_dir, state["config"], config)
             step = state["loop"]["step"]
             if step > config.max_steps:
                 raise ConfigError(f"{self.run_dir}: max_steps={config.max_steps}, but the run is at step {step}")
-        return found
+        return newest
 
     @property
     def state(self) -> TrainerState:

@@ -31,18 +31,18 @@ def config_from(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         _refuse(name, value, f"write Trainer(config={{'{name}': ...}})")
     if args is not None and config is not None:
         raise ConfigError("args: `config` is given too; give one of them")
-    found = config if args is None else args
+    source = config if args is None else args
     # `TrainingArguments` of transformers, as `GRPOConfig` is; they are not imported here
-    if any(cls.__name__ == "TrainingArguments" for cls in type(found).__mro__):
-        values = _from_arguments(found, "config" if args is None else "args")
-    elif isinstance(found, str | Path):
-        values = load_config(found).model_dump()
-    elif isinstance(found, RunConfig):
-        values = found.model_dump()
-    elif isinstance(found, Mapping | None):
-        values = dict(found or {})
+    if any(cls.__name__ == "TrainingArguments" for cls in type(source).__mro__):
+        values = _from_arguments(source, "config" if args is None else "args")
+    elif isinstance(source, str | Path):
+        values = load_config(source).model_dump()
+    elif isinstance(source, RunConfig):
+        values = source.model_dump()
+    elif isinstance(source, Mapping | None):
+        values = dict(source or {})
     else:
-        raise ConfigError(f"config: expected a RunConfig, a dict or a YAML file, not a {type(found).__name__}")
+        raise ConfigError(f"config: expected a RunConfig, a dict or a YAML file, not a {type(source).__name__}")
     if peft_config is None:
         return values
     if values.get("lora") is not None:
@@ -68,15 +68,15 @@ def refuse_resume(checkpoint: Any, run_dir: Path, resumed: bool) -> None:
     """Raise ConfigError if `resume_from_checkpoint` is not the run that this trainer resumes."""
     if not checkpoint:
         return
-    wanted = run_dir
+    asked_for = run_dir
     if checkpoint is not True:
         named = Path(checkpoint)
-        wanted = named.parent.parent if named.parent.name == "checkpoints" else named
-    if resumed and wanted.resolve() == run_dir.resolve():
+        asked_for = named.parent.parent if named.parent.name == "checkpoints" else named
+    if resumed and asked_for.resolve() == run_dir.resolve():
         return
     raise ConfigError(
         f"resume_from_checkpoint: this Trainer starts a new run ({run_dir}); to resume a run, use "
-        f"Trainer.resume('{wanted}', ...).train() or `winnow resume {wanted}`; without checkpoints, leave it out"
+        f"Trainer.resume('{asked_for}', ...).train() or `winnow resume {asked_for}`; without checkpoints, leave it out"
     )
 
 
