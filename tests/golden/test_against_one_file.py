@@ -179,7 +179,7 @@ def test_run_with_clipping_is_the_oracles(oracle: ModuleType, make_model: Any, t
 def test_run_does_not_depend_on_slots_or_what_is_shared(
     oracle: ModuleType, make_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "PAIRS", 1e9)
+    monkeypatch.setattr(batch, "PAIRS_PER_TOKEN", 1e9)
     s = settings_of(oracle, advantage="rloo", policy_loss="plain")
     reference, model = make_model(), make_model()
     steps = list(oracle.train(reference, tokenizer, oracle.puzzles(N_PUZZLES, seed=0), STEPS, s))
@@ -323,7 +323,7 @@ def test_update_with_kl_and_entropy_is_the_oracles(
 
 
 @pytest.mark.parametrize("tokens_per_microbatch", [1, 40, 10_000])
-@pytest.mark.parametrize("pairs", [0.0, batch.PAIRS, 1e9])
+@pytest.mark.parametrize("pairs", [0.0, batch.PAIRS_PER_TOKEN, 1e9])
 def test_update_does_not_depend_on_microbatches(
     oracle: ModuleType,
     make_model: Any,
@@ -333,6 +333,6 @@ def test_update_does_not_depend_on_microbatches(
     pairs: float,
 ) -> None:
     """Nor on whether what siblings share is computed once: never, where it pays, always."""
-    monkeypatch.setattr(batch, "PAIRS", pairs)
+    monkeypatch.setattr(batch, "PAIRS_PER_TOKEN", pairs)
     s = settings_of(oracle, beta=0.1, policy_loss="clip", max_grad_norm=0.01)
     check_update(oracle, make_model, sampled, s, tokens_per_microbatch)

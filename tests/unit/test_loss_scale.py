@@ -16,7 +16,7 @@ from winnow.config import validate
 from winnow.learner.base import Stats
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
-from winnow.learner.local.loss_scale import START, LossScale
+from winnow.learner.local.loss_scale import START_FACTOR, LossScale
 from winnow.methods.loss import LossConfig
 from winnow.run.build_methods import build_methods
 from winnow.run.resolved import Options
@@ -47,7 +47,7 @@ def test_small_gradients_are_not_rounded_to_zero(monkeypatch: pytest.MonkeyPatch
     exact, _ = gradients(learner_in(torch.float32), TINY)
     scaled, _ = gradients(learner_in(torch.float16), TINY)
     assert distance(scaled, exact) < 0.02
-    monkeypatch.setattr("winnow.learner.local.loss_scale.START", 1.0)
+    monkeypatch.setattr("winnow.learner.local.loss_scale.START_FACTOR", 1.0)
     plain, _ = gradients(learner_in(torch.float16), TINY)
     assert distance(plain, exact) > 0.2
 
@@ -58,7 +58,7 @@ def test_a_batch_whose_gradients_overflow_is_computed_again() -> None:
     learner = learner_in(torch.float16)
     scaled, again = gradients(learner, 10.0)
     assert learner._scale is not None
-    assert learner._scale.factor < START
+    assert learner._scale.factor < START_FACTOR
     assert distance(scaled, exact) < 0.02
     assert again.sums["tokens"] == stats.sums["tokens"]
     assert learner.apply(1e-3) == pytest.approx(float(exact.norm()), rel=0.02)
@@ -75,11 +75,11 @@ def test_gradients_that_never_fit_end_the_run() -> None:
 
 
 def test_the_factor_grows_again_after_many_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("winnow.learner.local.loss_scale.PATIENCE", 3)
+    monkeypatch.setattr("winnow.learner.local.loss_scale.GROWTH_UPDATES", 3)
     scale = LossScale()
     for _ in range(3):
         assert scale.fits([])
-    assert scale.factor == 2 * START
+    assert scale.factor == 2 * START_FACTOR
 
 
 def test_a_cpu_refuses_it_with_the_remedy(tiny_config: dict[str, Any]) -> None:

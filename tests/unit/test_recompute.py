@@ -20,7 +20,7 @@ from winnow.learner.batch import PassLimits, collate
 from winnow.learner.local import recompute
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
-from winnow.learner.local.recompute import Again, Recomputing, _Kept
+from winnow.learner.local.recompute import RecomputedCall, Recomputing, _Kept
 from winnow.methods.loss import LossConfig
 
 from .learner_models import SIZES, VOCABULARY, gemma2, gpt2, llama, peaked, random_rows
@@ -89,17 +89,17 @@ def kept_bytes(monkeypatch: pytest.MonkeyPatch, model: Any, *, again: bool) -> i
 
     def pack(self: Recomputing, saved: torch.Tensor) -> Any:
         kept = usual(self, saved) if again else _Kept(saved, 0)
-        for x in kept[0]._inputs if isinstance(kept[0], Again) else [kept[0]]:
+        for x in kept[0]._inputs if isinstance(kept[0], RecomputedCall) else [kept[0]]:
             held[x.untyped_storage().data_ptr()] = x
         return kept
 
-    def start(self: Again, *args: Any) -> None:
+    def start(self: RecomputedCall, *args: Any) -> None:
         original(self, *args)
         held.update({x.untyped_storage().data_ptr(): x for x in self._inputs})
 
-    original = Again.__init__
+    original = RecomputedCall.__init__
     monkeypatch.setattr(Recomputing, "_pack", pack)
-    monkeypatch.setattr(Again, "__init__", start)
+    monkeypatch.setattr(RecomputedCall, "__init__", start)
     found = Recomputing(model)
     if not again:
         found._forwards = {}
@@ -248,7 +248,7 @@ def test_an_operation_that_keeps_its_own_output_is_freed() -> None:
     del kept
     gc.collect()
     assert alive() is None
-    assert not [x for x in gc.get_objects() if isinstance(x, Again)]
+    assert not [x for x in gc.get_objects() if isinstance(x, RecomputedCall)]
 
 
 def test_a_saved_tensor_that_is_overwritten_is_an_error() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.learner.batch import GRAIN, Packing, PassLimits, collate, packed
+from winnow.learner.batch import TREE_GRAIN, Packing, PassLimits, collate, packed
 from winnow.learner.rows import Row
 from winnow.types import Rollout
 
@@ -40,7 +40,7 @@ def test_a_node_attends_to_the_beginning_of_its_rows(
     packing = Packing.from_rows(rows, PassLimits(pairs=pairs))
     trees = packing.trees()
     U, S = trees.input_ids_US.shape
-    assert S % GRAIN == 0
+    assert S % TREE_GRAIN == 0
     ids, seen = trees.input_ids_US.flatten(), trees.mask(torch.float32)[:, 0] == 0
     for b, one in enumerate(rows):
         inputs = one.inputs
@@ -98,7 +98,7 @@ def test_siblings_share_in_the_order_that_makes_most_of_it() -> None:
 def test_segments_of_a_rollout_each_have_their_prompts_tree() -> None:
     first, second = row((1, 2, 3), [4, 5, 6]), row((7, 8, 9), [4, 5])
     trees = Packing.from_rows([first, second, first, second], PassLimits(pairs=math.inf)).trees()
-    assert trees.input_ids_US.shape == (2, GRAIN)
+    assert trees.input_ids_US.shape == (2, TREE_GRAIN)
     assert trees.node_BT[0].tolist() == trees.node_BT[2].tolist()
     assert trees.node_BT[1].tolist() == trees.node_BT[3].tolist()
 

@@ -39,10 +39,7 @@ class Stats:
 
     def on_host(self) -> Stats:
         """Return a copy with all tensors on the host."""
-        found = Stats(dict(self.sums))
-        for name in OF_ROWS:
-            getattr(found, name).extend(tensor.cpu() for tensor in getattr(self, name))
-        return found
+        return Stats(dict(self.sums), **{name: [tensor.cpu() for tensor in getattr(self, name)] for name in OF_ROWS})
 
     def mean(self, name: str, of: str = "tokens") -> float:
         return self.sums.get(name, 0.0) / max(self.sums.get(of, 0.0), 1.0)
@@ -65,7 +62,7 @@ class Sizes:
     """Maximum tokens per sequence; None: unlimited."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module, trained: Iterable[torch.nn.Parameter], vocab_size: int) -> Sizes:
+    def from_model(cls, model: torch.nn.Module, trained: Iterable[torch.nn.Parameter], vocab_size: int) -> Sizes:
         """Return the sizes of a Hugging Face model, with or without a peft wrapper."""
         config: Any = model.config
         return cls(

@@ -24,12 +24,12 @@ from .rows import Pool, Row, rollouts_of
 PASS_TOKENS = 512
 PASS_TOKENS_CUDA = 2048
 """Upper bound on the tokens that cost as much as the overhead of one more forward and backward pass."""
-PAIRS = 7.0
+PAIRS_PER_TOKEN = 7.0
 """Pairs of tokens for which attention costs as much as all else for one token, per cube root of the parameters: 6 to 14
 by operations, for usual shapes."""
-BLOCK = 0.75
+BLOCK_SHARE = 0.75
 """Share of the token limit for rows whose activations are partly kept until their common baselines are known."""
-GRAIN = 8
+TREE_GRAIN = 8
 """Trees are padded to a multiple of this: fused kernels want a mask with rows of 16 bytes."""
 
 
@@ -108,7 +108,7 @@ class PassLimits:
         """Return the limits for a model size. On CPUs one more pass costs as much as 512 tokens at 0.6 million
         parameters and 64 at 135 million, measured. On a GPU it costs thousands of launches: tens of milliseconds for
         any model."""
-        pairs = PAIRS * max(parameters, 1) ** (1 / 3) if share else 0.0
+        pairs = PAIRS_PER_TOKEN * max(parameters, 1) ** (1 / 3) if share else 0.0
         if device == "cuda":
             return PassLimits(tokens, PASS_TOKENS_CUDA, pairs)
         return PassLimits(tokens, min(PASS_TOKENS, max(64, 300_000_000 // max(parameters, 1))), pairs)
@@ -235,7 +235,7 @@ class Packing:
     def trees(self, device: torch.device | str = "cpu") -> PrefixTrees:
         """Return the trees as arrays."""
         rows = self.rows
-        S = -(-max(self.sizes) // GRAIN) * GRAIN
+        S = -(-max(self.sizes) // TREE_GRAIN) * TREE_GRAIN
         shape = len(self.sizes), S
         ids, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         stops = np.broadcast_to(np.arange(1, S + 1), shape).copy()  # padding attends to itself
@@ -305,8 +305,8 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Pack the rows of an update.
 
-    Pools are packed into blocks of at most `BLOCK` of the token limit, unless one pool is larger. Rows are grouped only
-    within a block.
+    Pools are packed into blocks of at most `BLOCK_SHARE` of the token limit, unless one pool is larger. Rows are
+    grouped only within a block.
     """
     if not rows or any(row.pool is None for row in rows):
         return [packing.micro_batch(pad_id, device) for packing in packed(rows, limits)]
@@ -314,7 +314,7 @@ def micro_batches(
     if weighing == "gradient":  # norms need each row by itself
         limits = replace(limits, pairs=0.0)
     batches: list[MicroBatch] = []
-    for block in _blocks(rows, int(BLOCK * limits.tokens)):
+    for block in _blocks(rows, int(BLOCK_SHARE * limits.tokens)):
         rewards: dict[Pool | None, list[float]] = {}
         for rollout in rollouts_of(block):
             rewards.setdefault(rollout[0].pool, []).append(rollout[0].advantage)

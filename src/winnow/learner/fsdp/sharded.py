@@ -233,22 +233,23 @@ class ShardedLearner(LocalLearner):
     def _evidence(self, loss: LossConfig, batches: Sequence[MicroBatch]) -> list[Evidence]:
         """Return the evidence of every rank's micro-batches; fillers only match passes and add no evidence."""
         mine = super()._evidence(loss, [*batches, *self._fillers])[: len(batches)]
-        theirs: list[list[Evidence]] = [[] for _ in range(self._world)]
-        dist.all_gather_object(theirs, mine)
-        return [part for some in theirs for part in some]
+        by_rank: list[list[Evidence]] = [[] for _ in range(self._world)]
+        dist.all_gather_object(by_rank, mine)
+        return [evidence for parts in by_rank for evidence in parts]
 
     def logp_part(self, rows: Sequence[Row], filler: Row, *, raw: bool, reference: bool) -> list[torch.Tensor]:
         """Run `logp` or `reference_logp` on this rank's rows; the results are on the host."""
         _, missing = self._missing(len(packed(rows, self._limits)))
-        found = self.reference_logp(rows) if reference else self.logp(rows, raw=raw)
+        compute = self.reference_logp if reference else partial(self.logp, raw=raw)
+        logps = compute(rows)
         for _ in range(missing):
-            self.reference_logp([filler]) if reference else self.logp([filler], raw=raw)
-        return [logp_A.cpu() for logp_A in found]
+            compute([filler])
+        return [logp_A.cpu() for logp_A in logps]
 
-    def _logp(self, batch: MicroBatch, *, model: Any = None, **wanted: bool) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        inside = partial(super()._logp, batch, model=model, **wanted)
-        found: tuple[torch.Tensor, ...] = inside() if model is not None else self._root(inside)  # a reference is whole
-        return found
+    def _logp(self, batch: MicroBatch, *, model: Any = None, **options: bool) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        compute = partial(super()._logp, batch, model=model, **options)
+        of_tokens: tuple[torch.Tensor, ...] = compute() if model is not None else self._root(compute)
+        return of_tokens  # a reference, `model`, is whole
 
     def _backward(self, total: torch.Tensor) -> None:
         """Multiply the loss by `world`: ranks average gradients, but the loss is a sum. If one stops, all stop."""
@@ -269,8 +270,8 @@ class ShardedLearner(LocalLearner):
         """Return the weights in Ray's store: a reference in a list, which Ray keeps. `half`: see `HalvedWeights`."""
         import ray
 
-        found = StateWeights(self.gather())
-        return [ray.put(as_bytes((HalvedWeights(found) if half else found).items()))] if found.specs else []
+        weights = StateWeights(self.gather())
+        return [ray.put(as_bytes((HalvedWeights(weights) if half else weights).items()))] if weights.specs else []
 
     def save(self, directory: Path) -> None:
         """Write the model from rank 0, and the optimizer's shards from every rank."""
@@ -306,17 +307,17 @@ class ShardedLearner(LocalLearner):
 
 
 def _finite(weights: WeightSource) -> dict[str, torch.Tensor]:
-    found = _whole(weights.items())
-    for name, tensor in found.items():
+    whole = _whole(weights.items())
+    for name, tensor in whole.items():
         require_finite(name, tensor)
-    return found
+    return whole
 
 
 def _whole(tensors: Any) -> dict[str, torch.Tensor]:
     """Return whole tensors on rank 0, gathered one at a time; empty on other ranks."""
-    found = {}
+    state = {}
     for name, tensor in tensors:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0:
-            found[name] = whole.detach().cpu()
-    return found
+            state[name] = whole.detach().cpu()
+    return state

@@ -130,7 +130,7 @@ class LocalLearner:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes.of(self.model, self._params.values(), self.distribution.n_tokens)
+        return Sizes.from_model(self.model, self._params.values(), self.distribution.n_tokens)
 
     @property
     def precision(self) -> str:
@@ -286,13 +286,13 @@ class LocalLearner:
 
     def _of_rows(self, rows: Sequence[Row], logp: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of `logp`, [B, T-1], at the action tokens of each row."""
-        found: dict[int, torch.Tensor] = {}
+        by_row: dict[int, torch.Tensor] = {}
         for packing in packed(rows, self._limits):
             batch = packing.micro_batch(self.options.pad_id, self.device)
             logp_BT, mask_BT = logp(batch), batch.mask_BT[:, 1:]
             for row, logp_T, mask_T in zip(packing.rows, logp_BT, mask_BT, strict=True):
-                found[id(row)] = logp_T[mask_T]
-        return [found[id(row)] for row in rows]
+                by_row[id(row)] = logp_T[mask_T]
+        return [by_row[id(row)] for row in rows]
 
     def _logp(
         self, batch: MicroBatch, *, with_entropy_grad: bool = False, squares: bool = False, model: Any = None

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-START, LARGEST = 2.0**16, 2.0**24
-PATIENCE = 2_000
+START_FACTOR, LARGEST_FACTOR = 2.0**16, 2.0**24
+GROWTH_UPDATES = 2_000
 """Updates without an overflow before the factor doubles, as in torch's GradScaler."""
 
 
@@ -15,11 +15,11 @@ class LossScale:
     """Factor on the loss of an update: a power of two, so that dividing gradients by it is exact.
 
     It is halved until all gradients are finite. Unlike torch's GradScaler it skips no batch: gradients are recomputed.
-    Checkpoints do not contain the factor; a resume begins at `START`.
+    Checkpoints do not contain the factor; a resume begins at `START_FACTOR`.
     """
 
     def __init__(self) -> None:
-        self.factor = START
+        self.factor = START_FACTOR
         self._clean = 0
 
     def fits(self, params: Iterable[torch.nn.Parameter]) -> bool:
@@ -32,8 +32,8 @@ class LossScale:
             for g in gradients:
                 g /= self.factor
             self._clean += 1
-            if self._clean % PATIENCE == 0:
-                self.factor = min(2 * self.factor, LARGEST)
+            if self._clean % GROWTH_UPDATES == 0:
+                self.factor = min(2 * self.factor, LARGEST_FACTOR)
             return True
         if self.factor <= 1:
             raise FloatingPointError("gradients overflow float16; no update was made. Set dtype: bfloat16 or float32")

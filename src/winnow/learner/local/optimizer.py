@@ -14,7 +14,7 @@ Parameters = Mapping[str, torch.nn.Parameter]
 """Trained parameters by name."""
 WHOLE = ("adamw_torch", "adamw_torch_fused")
 """AdamW with 32-bit states; the first loops over parameters in Python, the second is one kernel."""
-MOST_STEPS = 1 << 53
+STEP_LIMIT = 1 << 53
 """Exclusive limit on a state's update count: a float counts no further."""
 LOW_BIT = {"adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW4bit"}
 """transformers' name -> torchao's class: states in blocks of 256 or 128 numbers with a scale each."""
@@ -79,12 +79,11 @@ def make_optimizer(
     options |= _checked(cls, name, args or {})
     if name != "muon":
         return _made(cls, every, options)
-    kept = {id(p) for p in ends}
-    matrices = [p for p in every if p.ndim == 2 and id(p) not in kept]
+    outer = {id(p) for p in ends}
+    matrices = [p for p in every if p.ndim == 2 and id(p) not in outer]
     if not matrices:
         raise ValueError("optim: muon trains matrices of layers, and none is trained here; use optim: adamw_torch")
-    theirs = {id(p) for p in matrices}
-    rest = [p for p in every if id(p) not in theirs]
+    rest = [p for p in every if p.ndim != 2 or id(p) in outer]
     first: torch.optim.Optimizer = _made(cls, matrices, options)
     return Several(first, torch.optim.AdamW(rest, lr=0.0, fused=True, **adam)) if rest else first
 
@@ -111,10 +110,10 @@ def _checked(cls: Any, name: str, args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _muon() -> type[torch.optim.Optimizer]:
-    found: type[torch.optim.Optimizer] | None = getattr(torch.optim, "Muon", None)
-    if found is None:
+    cls: type[torch.optim.Optimizer] | None = getattr(torch.optim, "Muon", None)
+    if cls is None:
         raise ValueError(f"optim: muon needs torch 2.9 or later, and this is {torch.__version__}")
-    return found
+    return cls
 
 
 def _low_bit(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -122,8 +121,8 @@ def _low_bit(name: str) -> Callable[..., torch.optim.Optimizer]:
         from torchao import optim
     except ImportError:
         raise ValueError(f"optim: {name} needs torchao; {install('torchao')}") from None
-    found: Callable[..., torch.optim.Optimizer] = getattr(optim, LOW_BIT[name])
-    return found
+    cls: Callable[..., torch.optim.Optimizer] = getattr(optim, LOW_BIT[name])
+    return cls
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
@@ -137,12 +136,12 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 def saved_state(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch.Tensor]:
     """Return plain tensors: `parameter:key`, or `parameter:key.part` of a low-bit state. Numbers are 64-bit."""
-    found = {}
+    state = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             for part, tensor in _parts(value).items():
-                found[f"{name}:{key}{part}"] = tensor.detach().contiguous()
-    return found
+                state[f"{name}:{key}{part}"] = tensor.detach().contiguous()
+    return state
 
 
 def load_state(optimizer: Optimizer, parameters: Parameters, state: Mapping[str, torch.Tensor], where: str) -> None:
@@ -168,7 +167,7 @@ def load_state(optimizer: Optimizer, parameters: Parameters, state: Mapping[str,
 def require_steps(state: Mapping[str, torch.Tensor], where: str) -> None:
     """Raise ValueError for a parameter with an impossible number of steps."""
     for name, value in state.items():
-        if name.endswith(":step") and not 0 <= value.item() < MOST_STEPS:
+        if name.endswith(":step") and not 0 <= value.item() < STEP_LIMIT:
             raise ValueError(f"{where}: {name} is {value.item()}")
 
 

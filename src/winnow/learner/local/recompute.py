@@ -29,7 +29,7 @@ WORTH = 100_000_000
 3% of an update at 14 and 7% at 0.7, whose activations are small anyway."""
 
 
-class Again:
+class RecomputedCall:
     """One call of a function: its result is discarded, and recomputed from its inputs on demand."""
 
     def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], module: nn.Module):
@@ -49,9 +49,9 @@ class Again:
         """Return gradients of inputs, then of the module's parameters. Call it last in a backward pass."""
         output, leaves = self._make()
         self._made, self._inputs, self._versions = None, [], []
-        wanted = [x for x in leaves if x.requires_grad]
-        found = iter(torch.autograd.grad(output, wanted, of_output, allow_unused=True))
-        return [next(found) if x.requires_grad else None for x in leaves]
+        trained = [x for x in leaves if x.requires_grad]
+        gradients = iter(torch.autograd.grad(output, trained, of_output, allow_unused=True))
+        return [next(gradients) if x.requires_grad else None for x in leaves]
 
     def _make(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         if self._made is None:
@@ -65,14 +65,16 @@ class Again:
 
 class _Forgotten(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, again: Again, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, call: RecomputedCall, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    ) -> torch.Tensor:
         """Run `function`, which binds its inputs. `inputs`: those inputs, then the parameters."""
-        ctx.again = again
+        ctx.call = call
         return function()
 
     @staticmethod
     def backward(ctx: Any, of_output: torch.Tensor) -> Any:
-        return None, None, *ctx.again.gradients(of_output)
+        return None, None, *ctx.call.gradients(of_output)
 
 
 class _Kept(NamedTuple):
@@ -87,7 +89,7 @@ class Recomputing:
     def __init__(self, model: nn.Module) -> None:
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}
         """Replacement forwards of modules inside `forward`."""
-        self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], int, Again]] = {}
+        self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], int, RecomputedCall]] = {}
         """Recomputable outputs, with their versions, by address."""
         for module in model.modules():
             if "forward" in vars(module):
@@ -113,7 +115,7 @@ class Recomputing:
     def _norm(self, module: nn.Module, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1:
             return usual(*args, **kwargs)
-        return self._again(module, usual, args[0])
+        return self._recomputed(module, usual, args[0])
 
     def _gated(self, module: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1:
@@ -124,36 +126,38 @@ class Recomputing:
             activated: torch.Tensor = module.act_fn(gate) * up
             return activated
 
-        return module.down_proj(self._again(module.act_fn, product, module.gate_proj(x), module.up_proj(x)))
+        return module.down_proj(self._recomputed(module.act_fn, product, module.gate_proj(x), module.up_proj(x)))
 
-    def _again(self, module: nn.Module, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    def _recomputed(
+        self, module: nn.Module, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    ) -> torch.Tensor:
         parameters = list(module.parameters())
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *parameters)):
             return function(*inputs)
-        again = Again(function, inputs, module)
-        output: torch.Tensor = _Forgotten.apply(again, partial(function, *inputs), *inputs, *parameters)
-        self._outputs[output.data_ptr()] = weakref.ref(output), output._version, again
+        call = RecomputedCall(function, inputs, module)
+        output: torch.Tensor = _Forgotten.apply(call, partial(function, *inputs), *inputs, *parameters)
+        self._outputs[output.data_ptr()] = weakref.ref(output), output._version, call
         return output
 
-    def _pack(self, saved: torch.Tensor) -> _Kept | tuple[Again, torch.Size]:
+    def _pack(self, saved: torch.Tensor) -> _Kept | tuple[RecomputedCall, torch.Size]:
         """Return the form in which a saved tensor is kept; it may be a view of a recomputable output. It is detached:
         an operation may save its own output, whose graph would then reference itself forever."""
-        reference, version, again = self._outputs.get(saved.data_ptr(), (None, 0, None))
+        reference, version, call = self._outputs.get(saved.data_ptr(), (None, 0, None))
         output = reference() if reference is not None else None
-        if output is not None and again is not None and output._version == version:
+        if output is not None and call is not None and output._version == version:
             same = saved.dtype == output.dtype and saved.numel() == output.numel()
             if same and saved.is_contiguous() and output.is_contiguous():
-                return again, saved.shape
+                return call, saved.shape
         return _Kept(saved.detach(), saved._version)
 
     @staticmethod
-    def _unpack(kept: _Kept | tuple[Again, torch.Size]) -> torch.Tensor:
+    def _unpack(kept: _Kept | tuple[RecomputedCall, torch.Size]) -> torch.Tensor:
         if isinstance(kept, _Kept):
             if kept.tensor._version != kept.version:
                 raise RuntimeError("a tensor that the gradient needs was overwritten after it had been used")
             return kept.tensor
-        again, shape = kept
-        return again.output().reshape(shape)
+        call, shape = kept
+        return call.output().reshape(shape)
 
 
 def is_gated(module: nn.Module) -> bool:

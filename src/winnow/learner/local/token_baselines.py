@@ -44,8 +44,8 @@ class TokenBaselines:
         if len(pools.pieces) == 1:
             self._baseline_PA = token_baselines(_sums(batch, pools, energy(logp_BT.detach(), squares_BT, weights)))
         elif batch is pools.pieces[0]:
-            found = self._ahead.pop(id(pools.pieces), None)
-            self._baseline_PA = token_baselines(self._over(pools, loss)) if found is None else found
+            ahead = self._ahead.pop(id(pools.pieces), None)
+            self._baseline_PA = token_baselines(self._over(pools, loss)) if ahead is None else ahead
         return at_tokens(self._baseline_PA, pools.number_B, batch.mask_BT[:, 1:], batch.rollout_B)
 
     @torch.no_grad()
