@@ -73,7 +73,7 @@ def figures(found: tuple[list[Group], float], base: tuple[list[Group], float]) -
     sampled, sampled_by_others = (sum(int(r.action_mask.sum()) for r in each) for each in (rollouts, others))
     alike = [np.array_equal(a.token_ids, b.token_ids) for a, b in zip(rollouts, others, strict=True)]
     return {
-        "decoded": (sampled - sum(r.spared for r in rollouts)) / sampled_by_others,
+        "decoded": (sampled - sum(r.num_reused_tokens for r in rollouts)) / sampled_by_others,
         "seconds": found[1] / base[1],
         "rollouts alike": float(np.mean(alike)),
         "tokens a rollout": sampled / len(rollouts),

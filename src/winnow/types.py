@@ -247,11 +247,11 @@ class Rollout:
     """Gate decisions about this rollout alone, in order."""
     agent: str = ""
     """Agent of the first segment."""
-    later: list[Segment] = field(default_factory=list)
+    later_segments: list[Segment] = field(default_factory=list)
     """Segments after the first, in order."""
     agent_rewards: dict[str, float] = field(default_factory=dict)
     """Reward of each agent, where they have rewards of their own; `reward` is then their mean."""
-    spared: int = 0
+    num_reused_tokens: int = 0
     """Sampled tokens that took no decoding step of their own: of a draft, or decoded once for some siblings."""
 
     @property
@@ -261,7 +261,7 @@ class Rollout:
 
     @property
     def segments(self) -> list[Segment]:
-        return [Segment(0, self.prompt_ids, self.agent), *self.later]
+        return [Segment(0, self.prompt_ids, self.agent), *self.later_segments]
 
     @property
     def abandoned_tokens(self) -> int:
@@ -270,9 +270,9 @@ class Rollout:
 
     def parts(self) -> list[Rollout]:
         """Return each segment as a rollout of its own prompt and tokens, without turns; of one segment, itself."""
-        if not self.later:
+        if not self.later_segments:
             return [self]
-        stops = [segment.start for segment in self.later] + [len(self.token_ids)]
+        stops = [segment.start for segment in self.later_segments] + [len(self.token_ids)]
         return [
             replace(
                 self,
@@ -285,7 +285,7 @@ class Rollout:
                 confidence=None,
                 raw_logp=None,
                 agent=segment.agent,
-                later=[],
+                later_segments=[],
             )
             for segment, stop in zip(self.segments, stops, strict=True)
         ]

@@ -63,7 +63,7 @@ def test_agents_with_rewards_of_their_own_are_refused(example: Any, model: Path,
 def test_a_loss_of_one_prompt_a_rollout_is_refused_several() -> None:
     group = make_group(0, [1.0, 0.0], [3, 4])
     require_trainable(group, liger=True)
-    group.rollouts[1].later = [Segment(2, (5, 6))]
+    group.rollouts[1].later_segments = [Segment(2, (5, 6))]
     require_trainable(group, liger=False)
     with pytest.raises(ConfigError, match=r"use_liger_kernel: .* several segments .* leave it out"):
         require_trainable(group, liger=True)

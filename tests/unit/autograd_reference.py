@@ -75,9 +75,9 @@ class Term:
 
 def distributions(model: Any, rollout: Rollout, temperature: float) -> torch.Tensor:
     """Log-probabilities of all tokens wherever the policy sampled one, [A, V]; each segment on its prompt."""
-    starts = [0, *[segment.start for segment in rollout.later]]
+    starts = [0, *[segment.start for segment in rollout.later_segments]]
     stops = [*starts[1:], len(rollout.token_ids)]
-    prompts = [rollout.prompt_ids, *[segment.prompt_ids for segment in rollout.later]]
+    prompts = [rollout.prompt_ids, *[segment.prompt_ids for segment in rollout.later_segments]]
     found = []
     for prompt, start, stop in zip(prompts, starts, stops, strict=True):
         ids = torch.tensor([[*prompt, *rollout.token_ids[start:stop].tolist()]])

@@ -377,7 +377,7 @@ def test_one_call_at_a_time(tokenizer):
     two = call("add", a=1, b=2) + call("add", a=5, b=5)
     (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [[two, "Done."]])
     assert rollout.reward == 1.0
-    assert not rollout.later
+    assert not rollout.later_segments
     assert rollout.turns[0].action == two
 
 

@@ -44,7 +44,7 @@ def test_agents_with_rewards_of_their_own_are_compared_with_their_own(tokenizer)
     task = with_agent(OneTurn(), proposer_and_solver)
     rollouts, _ = roll(tokenizer, task, [["q", "right"], ["qq", "wrong"], ["q", "right"]])
     assert [r.agent for r in rollouts] == ["proposer"] * 3
-    assert [[segment.agent for segment in r.later] for r in rollouts] == [["solver"]] * 3
+    assert [[segment.agent for segment in r.later_segments] for r in rollouts] == [["solver"]] * 3
     assert [r.reward for r in rollouts] == [0.5] * 3
     assert rollouts[0].rewards == {"env": 0.5, "env/proposer": 0.0, "env/solver": 1.0}
     group = Group(Visit(0, 0, task.train[0]), rollouts)

@@ -60,7 +60,7 @@ def test_segments_are_compared_with_their_own_prompts(tokenizer: Any) -> None:
     whole = {name: np.concatenate([getattr(r, name) for r in (first, second, third)]) for name in names}
     starts = len(first.token_ids), len(first.token_ids) + len(second.token_ids)
     later = [Segment(start, r.prompt_ids) for start, r in zip(starts, (second, third), strict=True)]
-    found = require_agreement([replace(first, **whole, later=later)], learner_of(model), "float32")
+    found = require_agreement([replace(first, **whole, later_segments=later)], learner_of(model), "float32")
     assert (found.max < BOUNDS["float32"], found.tokens) == (True, len(whole["token_ids"]))
 
 

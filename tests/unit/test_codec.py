@@ -89,13 +89,13 @@ def test_a_group_keeps_all_it_has() -> None:
         last_hidden=np.array([1.0, np.float32(1) / 3], np.float32),
         decisions=[Decision("arrol", Token(2), decided(True, override_probability=0.1), 1)],
         agent="solver",
-        later=[Segment(1, (3, 4, 5, 9), "critic"), Segment(2, (8,))],
+        later_segments=[Segment(1, (3, 4, 5, 9), "critic"), Segment(2, (8,))],
     )
     bare = Rollout(1, (), *(np.empty(0, t) for t in (np.int64, bool, np.float32, np.int32)), greedy=True)
     verdict = Verdict(True, "audit: too easy", 0.4, override_probability=0.2)
     group = Group(
         Visit(7, 2, PROMPTS[3], verdict),
-        [full, bare, replace(full, sibling=2, agent="", later=[Segment(2, (7,) * 9)])],
+        [full, bare, replace(full, sibling=2, agent="", later_segments=[Segment(2, (7,) * 9)])],
         [Decision("divergence", EnvStep(3), decided(False), 3), Decision("random", EnvStep(4), Verdict(True), 4)],
         "eval",
     )
@@ -119,9 +119,12 @@ def test_what_prompts_of_segments_repeat_takes_little_room() -> None:
     ids = np.random.default_rng(0).integers(0, 50_000, 3_600)
     ones = np.ones(ids.size, np.int32)
     later = [Segment(20 * n, tuple(ids[: 3_000 + 20 * n].tolist())) for n in range(1, 30)]
-    rollout = Rollout(0, tuple(ids[:3_000].tolist()), ids, ones > 0, -ones.astype(np.float32), ones, later=later)
+    rollout = Rollout(
+        0, tuple(ids[:3_000].tolist()), ids, ones > 0, -ones.astype(np.float32), ones, later_segments=later
+    )
     sizes = [
-        len(json.dumps(group_state(Group(Visit(0, 0, PROMPTS[0]), [r])))) for r in (rollout, replace(rollout, later=[]))
+        len(json.dumps(group_state(Group(Visit(0, 0, PROMPTS[0]), [r]))))
+        for r in (rollout, replace(rollout, later_segments=[]))
     ]
     assert sizes[0] < 3 * sizes[1]
 

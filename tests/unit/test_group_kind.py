@@ -264,8 +264,8 @@ def test_segments_of_a_step_are_counted_where_any_rollout_has_several() -> None:
     tally = tally_of(MIXED)
     assert "segments/mean" not in tally.metrics()
     group = of(MIXED, 1)
-    group.rollouts[0].later = [Segment(1, (5,)), Segment(2, (6, 7))]
-    group.rollouts[1].greedy, group.rollouts[1].later = True, [Segment(1, (5,))]
+    group.rollouts[0].later_segments = [Segment(1, (5,)), Segment(2, (6, 7))]
+    group.rollouts[1].greedy, group.rollouts[1].later_segments = True, [Segment(1, (5,))]
     tally.finished(group)
     assert tally.metrics()["segments/mean"] == (4 + 3 + 1 + 1) / 7
 

@@ -38,7 +38,7 @@ def test_everything_about_a_group_is_kept(ledger: Ledger, path: Path) -> None:
     done.rollouts[0].stop_reason = "eos"
     done.rollouts[0].survival_p = 0.5
     done.rollouts[0].reason = "\ud800"
-    done.rollouts[0].later = [Segment(2, (1, 2)), Segment(3, (1, 2, 3, 4))]
+    done.rollouts[0].later_segments = [Segment(2, (1, 2)), Segment(3, (1, 2, 3, 4))]
     ledger.finish(done, step=4)
     assert row(path, "SELECT visit, step, version, epoch, prompt_id, ordinal FROM visits") == (0, 3, 2, 0, "p0", 0)
     query = "SELECT visit, step, fate, group_size, mean_reward, zero_variance FROM outcomes"

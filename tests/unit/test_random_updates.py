@@ -100,7 +100,7 @@ def draw_groups(rng: np.random.Generator, model: Any, s: Setting, segments: bool
             later = draw_segments(rng, length, [shared]) if segments else []
             mask[[segment.start for segment in later]] = True
             versions, no_logp = np.where(mask, 0, -1), np.zeros(length, np.float32)
-            rollout = Rollout(sibling, prompt, tokens, mask, no_logp, versions, later=later)
+            rollout = Rollout(sibling, prompt, tokens, mask, no_logp, versions, later_segments=later)
             with torch.no_grad():
                 logp = sampled(distributions(model, rollout, s.temperature), rollout).numpy()
             rollout.sampler_logp[mask] = logp + rng.normal(0, 0.3, len(logp))

@@ -41,7 +41,7 @@ def test_a_rollout_of_several_segments_is_judged_by_all_that_was_sampled(chat):
     seen = []
     g = group("x", chat=chat)
     g.rollouts[0].turns = [Turn("go", None, 0, 1, "eos"), Turn("stop", "end", 1, 2, "eos")]
-    g.rollouts[0].later = [Segment(1, (5, 6, 7))]
+    g.rollouts[0].later_segments = [Segment(1, (5, 6, 7))]
     scored(lambda completions, completion_ids: seen.extend([*completions, *completion_ids]) or [1], g)
     actions = [{"role": "assistant", "content": text} for text in ("go", "stop")]
     assert seen == [actions if chat else "gostop", [0, 7]]

@@ -140,7 +140,7 @@ def compacted(*later: tuple[str, str], first: str = "Q: 2+2?") -> Group:
     r.action_mask[2::3] = False
     r.turns = [Turn("ab", "!", n, n + 2, "eos") for n in range(0, len(r.token_ids), 3)]
     r.text = "ab!" * len(r.turns)
-    r.later = [Segment(3 * n, tuple(BYTES.encode(text)), agent) for n, (agent, text) in enumerate(later, 1)]
+    r.later_segments = [Segment(3 * n, tuple(BYTES.encode(text)), agent) for n, (agent, text) in enumerate(later, 1)]
     return group
 
 

@@ -64,7 +64,7 @@ def test_a_compacted_history(tokenizer):
         return float(text_of(ask(base_url, [*compacted, said(answer), user("Sure?")])) == "yes")
 
     (rollout,), seen = roll(tokenizer, with_agent(OneTurn(), agent), [["three so far", " four ", "yes"]])
-    assert len(rollout.later) == 1
+    assert len(rollout.later_segments) == 1
     first, second = shown(tokenizer, rollout)
     assert first == (seen[0], "three so far<e>")
     assert seen[1] == "<s>user\nCount.<e>\n<s>user\nthree so far<e>\n<s>assistant\n"
@@ -193,7 +193,7 @@ def test_a_template_that_drops_thoughts_begins_segments_where_it_may():
     tokenizer = make_tokenizer(THINKING)
     script = [["hm</t>one", "so</t>two", "three"]]
     (exact,), seen = roll(tokenizer, Talk(), script)
-    assert not exact.later
+    assert not exact.later_segments
     assert seen[1] == f"{FIRST}hm</t>one<e>\n<s>user\nONE<e>\n<s>assistant\n"
     (rollout,), seen = roll(tokenizer, Talk(), script, history="template")
     assert seen[1] == "<s>user\nCount.<e>\n<s>assistant\none<e>\n<s>user\nONE<e>\n<s>assistant\n"
@@ -206,7 +206,7 @@ def test_a_template_that_drops_nothing_adds_to_the_tokens(tokenizer):
     script = [["one", "two", "three"]]
     (exact,), _ = roll(tokenizer, Talk(), script)
     (rollout,), _ = roll(tokenizer, Talk(), script, history="template")
-    assert not rollout.later
+    assert not rollout.later_segments
     assert np.array_equal(rollout.token_ids, exact.token_ids)
     assert np.array_equal(rollout.action_mask, exact.action_mask)
 

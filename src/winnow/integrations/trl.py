@@ -221,7 +221,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> Any:
         usual = super()._get_per_token_logps_and_entropies
-        if any(rollout is not None and rollout.later for rollout in self._rows):
+        if any(rollout is not None and rollout.later_segments for rollout in self._rows):
             found = logps_by_segment(
                 lambda *rows: usual(model, *rows, *args, **kwargs),
                 input_ids,

@@ -174,7 +174,7 @@ class EngineInTrl:
 
 def require_trainable(group: Group, *, liger: bool) -> None:
     """Raise ConfigError for rollouts that TRL's loss cannot take."""
-    if liger and any(rollout.later for rollout in group.rollouts):
+    if liger and any(rollout.later_segments for rollout in group.rollouts):
         raise ConfigError(
             f"use_liger_kernel: a rollout of prompt '{group.prompt.id}' has several segments (its history was "
             "rewritten), and this loss takes one prompt a rollout; leave it out"

@@ -60,7 +60,7 @@ def _parts(
     for b, (ids, there_L, rollout) in enumerate(zip(input_ids, there, rollouts, strict=True)):
         prompt_ids = ids[:-logits_to_keep][there_L[:-logits_to_keep]]
         token_ids = ids[-logits_to_keep:][there_L[-logits_to_keep:]]
-        if rollout is None or not rollout.later:
+        if rollout is None or not rollout.later_segments:
             yield _Part(b, 0, prompt_ids, token_ids)
             continue
         start = 0

@@ -73,5 +73,5 @@ def of_agent(rollout: Rollout, name: str) -> Rollout:
         versions=np.concatenate([part.versions for part in parts]),
         reward=rollout.agent_rewards.get(name) if rollout.agent_rewards else rollout.reward,
         agent_rewards={},
-        later=segments[1:],
+        later_segments=segments[1:],
     )

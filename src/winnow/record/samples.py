@@ -120,7 +120,7 @@ def _segments(r: Rollout, tokenizer: Any) -> dict[str, Any]:
     `char` is its place in the text. Its first `shared` prompt tokens begin segment `like`, too: the one before it that
     shares most, with its prompt and tokens. `new` is the beginning of the rest as text.
     """
-    if not r.later:
+    if not r.later_segments:
         return {}
     places = _places(r)
     later: list[dict[str, Any]] = []

@@ -92,7 +92,7 @@ class Tally:
             sampled = tokens + rollout.abandoned_tokens
             self.rollouts += 1
             self.sampled_tokens += sampled
-            self.decoded_tokens += sampled - rollout.spared
+            self.decoded_tokens += sampled - rollout.num_reused_tokens
             self.barrier_wait_s += rollout.barrier_wait_s
             if rollout.fate == Fate.FAILED:
                 self.failed.add(rollout.reason, group.prompt.id)
@@ -107,7 +107,7 @@ class Tally:
             for turn in rollout.turns:
                 self.truncated_turns += turn.stop_reason == "length"
                 self.abandoned_turns += turn.abandoned
-            self.segments.append(1 + len(rollout.later))
+            self.segments.append(1 + len(rollout.later_segments))
             for name, value in rollout.rewards.items():
                 if value is not None:
                     self.by_function[name].append(value)

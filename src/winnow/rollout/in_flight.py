@@ -79,12 +79,12 @@ class Sibling:
         if turn.raw_logp is not None:
             self.raw_logps.append(turn.raw_logp)
         self.rollout.seconds += turn.seconds
-        self.rollout.spared += turn.spared
+        self.rollout.num_reused_tokens += turn.spared
 
     def withdraw(self, length: int) -> None:
         """Take back what was added since the rollout had this length: an observation, or a segment without tokens."""
-        if self.rollout.later and self.rollout.later[-1].start == self.length:
-            self.rollout.later.pop()
+        if self.rollout.later_segments and self.rollout.later_segments[-1].start == self.length:
+            self.rollout.later_segments.pop()
         while self.length > length:
             self.length -= len(self.pieces.pop()[0])
 
@@ -111,7 +111,7 @@ class Sibling:
 
     def last_sampled(self, segment: int = -1) -> np.ndarray:
         """Return the tokens of a segment's last action, -1 the last."""
-        later = self.rollout.later
+        later = self.rollout.later_segments
         stop = later[segment].start if 0 <= segment < len(later) else self.length
         turn = next(turn for turn in reversed(self.rollout.turns) if turn.stop <= stop)
         starts = accumulate((len(ids) for ids, *_ in self.pieces), initial=0)
@@ -120,7 +120,7 @@ class Sibling:
 
     def restart(self, prompt_ids: tuple[int, ...], agent: str) -> None:
         """Begin a segment."""
-        self.rollout.later.append(Segment(self.length, prompt_ids, agent))
+        self.rollout.later_segments.append(Segment(self.length, prompt_ids, agent))
 
     def set_reward(self, given: float | Mapping[str, float]) -> None:
         """Set the environment's reward, a mapping by agent. Raises ValueError on an unusable one."""

@@ -323,7 +323,7 @@ class RolloutRunner:
         append_or_restart(
             self.tokenizer, flight.visit.prompt, sibling, result.observation or "", template=o.history == "template"
         )
-        over = o.max_segments is not None and len(sibling.rollout.later) >= o.max_segments
+        over = o.max_segments is not None and len(sibling.rollout.later_segments) >= o.max_segments
         if limit := "segments" if over else self._limit(flight, sibling):
             sibling.withdraw(before)
             self._use_up(flight, sibling, limit, rewarded=result.reward is not None)
