@@ -21,7 +21,7 @@ from transformers import Qwen3Config
 
 from winnow.config import ConfigError, RunConfig, load_config
 from winnow.engine import LocalOptions
-from winnow.engine.loading import shell_of
+from winnow.engine.loading import build_meta_model
 from winnow.run.budget import GIB, USABLE, Budget, Gpus, Shapes
 from winnow.run.plan import plan_for
 
@@ -62,7 +62,7 @@ def theirs(c: RunConfig, gpus: Gpus) -> str:
     """The update with vLLM awake and asleep."""
     tokens = c.max_prompt_length + c.max_completion_length  # one row, the least
     settled = {"gradient_checkpointing": True, "tokens_per_microbatch": tokens, "dtype": "bfloat16"}
-    shapes = replace(Shapes.from_model(shell_of(c.model), c.lora), in_bfloat16=False)  # its base is float32
+    shapes = replace(Shapes.from_model(build_meta_model(c.model), c.lora), in_bfloat16=False)  # its base is float32
     phases = Budget(c.model_copy(update=settled), shapes, gpus.memory, LocalOptions(), sampler=False).phases()
     asleep = sum(phases["update"].values())
     awake = asleep + TRL_SHARE * gpus.memory

@@ -16,7 +16,7 @@ from winnow.base.noise import noise_key
 from winnow.base.weights import FiniteWeights
 from winnow.config import ConfigError, load_config, name_of
 from winnow.engine import LocalEngine, Request, SamplingParams
-from winnow.engine.loading import shell_of
+from winnow.engine.loading import build_meta_model
 from winnow.learner import batch
 from winnow.learner.local import recompute
 from winnow.learner.local.eval_mode import halve_frozen
@@ -210,7 +210,7 @@ def test_recipes_fit_the_gpus_that_they_name(tmp_path: Path, recipe: str, name: 
 
 def test_ranks_cut_what_one_gpu_cannot_hold(tmp_path: Path) -> None:
     c = config(model=shell(tmp_path, "8B"), dtype="bfloat16", learner={"name": "fsdp", "ranks": 4})
-    shapes = Shapes.from_model(shell_of(c.model), c.lora)
+    shapes = Shapes.from_model(build_meta_model(c.model), c.lora)
     parts = {
         name: budget(c, shapes, 80 * GIB, sampler=False).phases()["update"][name] for name in ("weights", "optimizer")
     }

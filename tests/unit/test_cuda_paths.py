@@ -180,7 +180,7 @@ def test_optimizer_state_of_ranks_is_loaded_to_the_device(tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_prefill_holds_the_keys_and_values_it_returns(heads: tuple[int, int], dtype: str) -> None:
     model = qwen3(heads=heads[0], kv_heads=heads[1])
-    backend = make_backend(model, Facts.of(model, word_tokenizer(VOCAB)), dtype, "cpu")
+    backend = make_backend(model, Facts.from_model(model, word_tokenizer(VOCAB)), dtype, "cpu")
     with torch.inference_mode():
         prefilled = backend.prefill([tuple(range(5, 55))] * 4)
     tensors = prefilled.keys + prefilled.values

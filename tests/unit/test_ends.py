@@ -112,8 +112,8 @@ def test_a_saved_policy_ends_where_its_rollouts_did(tmp_path, chat_model):
     for directory in (saved, tmp_path / "run" / "model", tmp_path / "half"):
         assert ends_in(directory) == [EOS, TURN]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert Facts.of(again, chat_tokenizer()).eos_ids == {EOS, TURN}
-    assert Facts.of(again, chat_tokenizer(template=None)).eos_ids == {EOS, TURN}
+    assert Facts.from_model(again, chat_tokenizer()).eos_ids == {EOS, TURN}
+    assert Facts.from_model(again, chat_tokenizer(template=None)).eos_ids == {EOS, TURN}
 
 
 def test_a_policy_of_adapters_is_saved_with_them_merged(tmp_path, chat_model):

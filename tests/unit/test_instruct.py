@@ -38,7 +38,7 @@ NO_SYSTEM = (
 
 def ends(model: Path, template: str | None) -> set[str]:
     tokenizer = chat_tokenizer(template)
-    facts = Facts.of(LlamaForCausalLM.from_pretrained(model), tokenizer)
+    facts = Facts.from_model(LlamaForCausalLM.from_pretrained(model), tokenizer)
     return {tokenizer.convert_ids_to_tokens(i) for i in facts.eos_ids}
 
 

@@ -70,7 +70,8 @@ def test_weights_say_what_comes_before_it_comes() -> None:
 @pytest.mark.parametrize("adapted", [False, True])
 def test_what_a_model_ties_is_published_once_and_saved_whole(adapted: bool, tmp_path: Path) -> None:
     model: Any = llama(tie_word_embeddings=True)
-    embeddings, facts = model.get_input_embeddings().weight, Facts.of(model, word_tokenizer(model.config.vocab_size))
+    embeddings = model.get_input_embeddings().weight
+    facts = Facts.from_model(model, word_tokenizer(model.config.vocab_size))
     if adapted:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -98,7 +99,7 @@ def test_a_vocabulary_with_gaps_reaches_to_its_last_id() -> None:
     gaps = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token=next(iter(words)))))
     assert (len(gaps), max(words.values())) == (20, 24)
     policy = Policy(model, gaps, None)
-    assert policy.n_tokens == Facts.of(model, gaps).vocab_size == 25
+    assert policy.n_tokens == Facts.from_model(model, gaps).vocab_size == 25
 
 
 @pytest.mark.parametrize("spec", ["lokal", {"name": "local", "ranks": 2}])

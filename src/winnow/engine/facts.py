@@ -27,16 +27,16 @@ class Facts:
     """Shapes in the state dict."""
     tied: Mapping[str, str]
     """State-dict names that share their tensor with an earlier name."""
-    wanted: str = "the model's own state_dict() with adapters merged"
+    expected: str = "the model's own state_dict() with adapters merged"
     """Description of `shapes`, for the error about other weights."""
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, max_length: int | None = None) -> Facts:
+    def from_model(cls, model: Any, tokenizer: Any, max_length: int | None = None) -> Facts:
         """Return the facts; ignores weights. ValueError if `max_length`, the caller's limit, exceeds the model's."""
         vocab_size = n_tokens(model, tokenizer)
         return cls(
             vocab_size,
-            _longest(model, max_length),
+            _max_length(model, max_length),
             ends_of(model, tokenizer, vocab_size),
             {name: tensor.shape for name, tensor in model.state_dict().items()},
             tied_names(model),
@@ -58,7 +58,7 @@ class Facts:
         if missing or unknown:
             raise ValueError(
                 f"weights do not fit the engine's model: missing {sorted(missing)[:5]}, unknown {sorted(unknown)[:5]} "
-                f"({len(missing)} and {len(unknown)} in all); pass {self.wanted}"
+                f"({len(missing)} and {len(unknown)} in all); pass {self.expected}"
             )
         for name, shape in shapes.items():
             if tuple(shape) != tuple(self.shapes[name]):
@@ -78,11 +78,11 @@ def n_tokens(model: Any, tokenizer: Any) -> int:
     return int(min(max(tokenizer.get_vocab().values()) + 1, model.get_input_embeddings().num_embeddings))
 
 
-def _longest(model: Any, wanted: int | None) -> int | None:
+def _max_length(model: Any, max_length: int | None) -> int | None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if wanted is not None and limit is not None and wanted > limit:
-        raise ValueError(f"max_length {wanted} exceeds the model's {limit} positions")
-    return wanted if wanted is not None else limit
+    if max_length is not None and limit is not None and max_length > limit:
+        raise ValueError(f"max_length {max_length} exceeds the model's {limit} positions")
+    return max_length if max_length is not None else limit
 
 
 def ends_of(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
@@ -115,7 +115,7 @@ def end_where_rollouts_do(model: Any, tokenizer: Any) -> list[int]:
 
 def _eos_ids(model: Any, *sources: Any) -> frozenset[int]:
     """Return the end-of-sequence ids of a tokenizer or configs; each has no id, one id or a list."""
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
         given = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
@@ -124,8 +124,8 @@ def _eos_ids(model: Any, *sources: Any) -> frozenset[int]:
             raise ValueError(
                 f"{model.config.name_or_path}: eos_token_id of its {kind} is {wrong[0]!r:.50}, no token id"
             )
-        found |= set(given)
-    return frozenset(found)
+        eos_ids |= set(given)
+    return frozenset(eos_ids)
 
 
 def _end_of_turn(tokenizer: Any, vocab_size: int) -> frozenset[int]:
@@ -134,9 +134,9 @@ def _end_of_turn(tokenizer: Any, vocab_size: int) -> frozenset[int]:
     mark = "\u241fwinnow\u241f"
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
     try:
-        _, found, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(mark)
+        _, marked, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(mark)
     except Exception:  # no template, or it needs other turns
         return frozenset()
-    ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False) if found else []
+    ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False) if marked else []
     special = ids and tokenizer.added_tokens_decoder.get(ids[0])
     return frozenset(ids[:1]) if special and special.special and ids[0] < vocab_size else frozenset()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from ..base.install import install
@@ -19,9 +20,9 @@ from .lora import SETTINGS, Adapter, adapter_at, merged
 from .pretrained import file_of, hub_answers, located
 
 WEIGHTS = ("*.safetensors", "*.bin")
-LEAST_BYTES = 0.1
-"""Minimum bytes per parameter: quantised weights have 0.25 or more; shared weights count once."""
-MOST_LAYERS = 2_000
+MIN_BYTES_PER_PARAMETER = 0.1
+"""Quantised weights have 0.25 or more; shared weights count once."""
+MAX_LAYERS = 2_000
 CPU = torch.device("cpu")
 _LOADING = threading.Lock()
 """Serializes loading: with two threads at once, transformers treats tied weights as missing."""
@@ -137,10 +138,6 @@ def require_whole(source: str | Path) -> None:
     if file_of(source, SETTINGS) is not None:
         raise ConfigError(f"model: '{source}' is an adapter, and a whole model is needed here")
     _require_weights_for(source)
-    _refuse_quantized(source)
-
-
-def _refuse_quantized(source: str | Path) -> None:
     quantized = getattr(load_config(source), "quantization_config", None) or {}
     kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
     if kind not in (None, "mxfp4"):  # transformers de-quantizes mxfp4
@@ -166,14 +163,13 @@ def _require_weights_for(source: str | Path) -> None:
         return
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        with _LOADING, torch.device("meta"):
-            layers = config.get_text_config().num_hidden_layers
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False) if layers <= MOST_LAYERS else None
+        layers = config.get_text_config().num_hidden_layers
+        model = _on_meta(config) if layers <= MAX_LAYERS else None
     except Exception:  # the loader reads the same files and reports the error
         return
-    wanted = sum(p.numel() for p in model.parameters()) if model is not None else None
-    if wanted is None or wanted > held / LEAST_BYTES:
-        described = f"{layers} layers" if wanted is None else f"{wanted:,} parameters"
+    parameters = sum(p.numel() for p in model.parameters()) if model is not None else None
+    if parameters is None or parameters > held / MIN_BYTES_PER_PARAMETER:
+        described = f"{layers} layers" if parameters is None else f"{parameters:,} parameters"
         raise ConfigError(
             f"model: the config.json of '{source}' describes {described}, its weights are {held:,} bytes; restore "
             "the file that belongs to them"
@@ -190,14 +186,23 @@ def peft_config(lora: LoraConfig) -> Any:
     return peft.LoraConfig(**values, target_modules=lora.target_modules, task_type="CAUSAL_LM")
 
 
-def shell_of(source: str | Path) -> Any:
+def build_meta_model(source: str | Path) -> Any:
     """Return the causal LM on the meta device: names, shapes and ties without weights. Draws no random number.
 
     Raises ConfigError as `load_causal_lm` does.
     """
-    config = load_config(source)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    return _on_meta(load_config(source))
+
+
+def _on_meta(config: Any) -> Any:
+    with _LOADING, torch.random.fork_rng(devices=[]), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def set_generation_config(model: Any, source: str | Path) -> None:
+    """Give a model that was made from its config the generation config of its files; many models have none."""
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(source)
 
 
 def require_finite(model: torch.nn.Module, source: str) -> None:

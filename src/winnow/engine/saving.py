@@ -21,9 +21,9 @@ from .pretrained import file_of
 
 Types = Mapping[str, SaveDtype]
 """Dtypes by tensor name or name pattern; an exact name wins, then the last pattern. Empty: dtypes unchanged."""
-KEPT: Mapping[str, SaveDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
+DTYPES_IN_FILES: Mapping[str, SaveDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
 """By safetensors' names."""
-NAMES: Mapping[torch.dtype, SaveDtype] = {
+SAVE_DTYPES: Mapping[torch.dtype, SaveDtype] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
     torch.float32: "float32",
@@ -34,15 +34,15 @@ NAMES: Mapping[torch.dtype, SaveDtype] = {
 def types_of(source: str | Path) -> dict[str, SaveDtype]:
     """Return the dtypes of a model's files (an adapter's base); empty if damaged, which loading reports."""
     config = file_of(whole_under(source), "config.json")
-    found: dict[str, SaveDtype] = {}
+    types: dict[str, SaveDtype] = {}
     for file in sorted(config.parent.glob("*.safetensors")) if config else []:
         try:
             with safe_open(file, framework="pt") as tensors:
                 kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):
             return {}
-        found |= {name: KEPT[kind] for name, kind in kinds.items() if kind in KEPT}
-    return brief(found)
+        types |= {name: DTYPES_IN_FILES[kind] for name, kind in kinds.items() if kind in DTYPES_IN_FILES}
+    return brief(types)
 
 
 def types_in(model: torch.nn.Module) -> dict[str, SaveDtype]:
@@ -51,7 +51,7 @@ def types_in(model: torch.nn.Module) -> dict[str, SaveDtype]:
 
 
 def types_by_name(state: Mapping[str, torch.Tensor]) -> dict[str, SaveDtype]:
-    return {name: NAMES[tensor.dtype] for name, tensor in state.items() if tensor.dtype in NAMES}
+    return {name: SAVE_DTYPES[tensor.dtype] for name, tensor in state.items() if tensor.dtype in SAVE_DTYPES}
 
 
 def brief(types: Types) -> dict[str, SaveDtype]:

@@ -133,8 +133,8 @@ class Sequences:
         raw_logp_N = logp_N if table.raw[rows].any() else None
         if (changed_N := table.transformed(rows))[table.raw[rows]].any():
             raw_logp_N = torch.where(self.to_device(changed_N), raw_logp(logits_NV, tokens_N), logp_N)
-        found = [x for x in (tokens_N, logp_N, confidence_N, raw_logp_N) if x is not None]
-        tokens, logp, *extras = torch.stack([x.double() for x in found]).cpu().numpy()  # one copy and one sync
+        columns = [x for x in (tokens_N, logp_N, confidence_N, raw_logp_N) if x is not None]
+        tokens, logp, *extras = torch.stack([x.double() for x in columns]).cpu().numpy()  # one copy and one sync
         confidences = None if confidence_N is None else extras.pop(0).astype(np.float32)
         raw = None if raw_logp_N is None else extras.pop(0).astype(np.float32)
         return Drawn(tokens.astype(np.int64), logp.astype(np.float32), confidences, raw)
@@ -155,7 +155,7 @@ class Sequences:
         return accepted
 
     def record(self, rows: Rows, drawn: Drawn) -> np.ndarray:
-        """Store a token per row; return whether `settle` must check it: bool, in the order of `rows`.
+        """Store a token per row; return whether `check` must look at it: bool, in the order of `rows`.
 
         Raises FloatingPointError when the weights have diverged.
         """
@@ -170,7 +170,7 @@ class Sequences:
             )
         return alarms | self._stops.alert[table.ints[col.STOP_SET, rows], drawn.tokens_N]
 
-    def settle(self, rows: list[int], hidden_of: Callable[[list[int]], torch.Tensor]) -> tuple[list[Event], list[int]]:
+    def check(self, rows: list[int], hidden_of: Callable[[list[int]], torch.Tensor]) -> tuple[list[Event], list[int]]:
         """Check rows with a possible stop or report; return events and the rows that have ended.
 
         `hidden_of(rows)`: [len(rows), H], the states that their last tokens were drawn from.

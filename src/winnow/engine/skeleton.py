@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -12,12 +12,12 @@ from unittest.mock import patch
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from ..base.weights import LazyState, state_once, tied_names
-from .loading import load_config, require_whole
+from .loading import load_config, require_whole, set_generation_config
 
-TRIED_VOCABULARY = 256
+TRIAL_VOCABULARY = 256
 
 
 def unloaded(folder: Path) -> Any | None:
@@ -36,8 +36,7 @@ def unloaded(folder: Path) -> Any | None:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
     except Exception:  # the loader runs next and reports any error
         return None
-    with suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    set_generation_config(model, folder)
     for name, tensor in state_once(model).items():
         if name not in held or held[name][1] != tuple(tensor.shape):
             return None
@@ -115,7 +114,7 @@ def for_trials(model: Any, n_tokens: int, device: torch.device) -> tuple[Any, in
     config.num_hidden_layers = min(config.num_hidden_layers, layers)
     if kinds:
         config.layer_types = kinds[: config.num_hidden_layers]
-    config.vocab_size, config.pad_token_id = min(config.vocab_size, TRIED_VOCABULARY), None
+    config.vocab_size, config.pad_token_id = min(config.vocab_size, TRIAL_VOCABULARY), None
     with torch.random.fork_rng(devices=[]):
         made = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
     return made.eval().to(device), min(n_tokens, config.vocab_size)

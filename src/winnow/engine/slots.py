@@ -107,12 +107,7 @@ class SlotTable:
 
     def record(self, rows: Rows, drawn: Drawn, weights: int) -> np.ndarray:
         """Store one token per row; return which rows have reached their alarm's count (bool, in order)."""
-        at = self._index[rows], self.ints[COUNT, rows]
-        self.tokens[at], self.logp[at], self.weights[at] = drawn.tokens_N, drawn.logp_N, weights
-        if drawn.confidence_N is not None:
-            self.confidence[at] = drawn.confidence_N
-        if drawn.raw_logp_N is not None:
-            self.raw_logp[at] = drawn.raw_logp_N
+        self._store((self._index[rows], self.ints[COUNT, rows]), drawn, weights)
         if (penalized := self.penalty[rows] != 1).any():
             some = self._index[rows][penalized]
             at = some, np.array([len(self.requests[row].prompt_ids) for row in some]) + self.ints[COUNT, some]
@@ -124,13 +119,17 @@ class SlotTable:
     def accept(self, row: int, drawn: Drawn, weights: int) -> None:
         """Store tokens of a draft as the first ones of a row."""
         n = len(drawn.tokens_N)
-        self.tokens[row, :n], self.logp[row, :n], self.weights[row, :n] = drawn.tokens_N, drawn.logp_N, weights
-        if drawn.confidence_N is not None:
-            self.confidence[row, :n] = drawn.confidence_N
-        if drawn.raw_logp_N is not None:
-            self.raw_logp[row, :n] = drawn.raw_logp_N
+        self._store((row, slice(n)), drawn, weights)
         self.ints[COUNT, row] = self.spared[row] = n
         self.ints[POSITION, row] += n
+
+    def _store(self, at: tuple[int | np.ndarray, slice | np.ndarray], drawn: Drawn, weights: int) -> None:
+        """Store tokens at rows and columns."""
+        self.tokens[at], self.logp[at], self.weights[at] = drawn.tokens_N, drawn.logp_N, weights
+        if drawn.confidence_N is not None:
+            self.confidence[at] = drawn.confidence_N
+        if drawn.raw_logp_N is not None:
+            self.raw_logp[at] = drawn.raw_logp_N
 
     def rearm(self, row: int) -> None:
         """Set the alarm to the next count of `report_at` or the limit."""

@@ -12,7 +12,7 @@ import torch
 from ..base.dotted import nearest
 from ..base.weights import without_embedding
 from ..config import OF_ADAPTER, ConfigError, LoraConfig, RunConfig
-from ..engine.loading import CPU, ModelReference, load_causal_lm, load_start, resolve_device, shell_of
+from ..engine.loading import CPU, ModelReference, build_meta_model, load_causal_lm, load_start, resolve_device
 from ..engine.lora import Adapter, adapter_at, merged, taken_apart
 from ..engine.pretrained import located
 from ..engine.saving import types_by_name, types_in, types_of
@@ -51,7 +51,7 @@ class InitialModel:
 
     def read(self, c: RunConfig) -> InitialModel:
         """Return it with what `resolve` needs: names, shapes and, if they decide `save_dtype`, dtypes."""
-        meta_model = self.model if self.model is not None else shell_of(self.source)
+        meta_model = self.model if self.model is not None else build_meta_model(self.source)
         if c.save_dtype != "auto":
             return replace(self, meta_model=meta_model)
         dtypes = types_in(self.model) if self.model is not None else types_of(self.source)

@@ -101,7 +101,7 @@ class LocalEngine(SequenceEngine):
         """
         self.options = LocalOptions(**options)
         slots, fixed_slots = self.options.slots, self.options.fixed_slots
-        facts = Facts.of(model, tokenizer, self.options.max_length)
+        facts = Facts.from_model(model, tokenizer, self.options.max_length)
         self._backend = make_backend(model, facts, self.options.dtype, device)
         # Element-wise kernels compute what is left over after whole vectors in another way: leave nothing over.
         rows = -(-slots // FIXED_ROWS) * FIXED_ROWS if fixed_slots else slots
@@ -112,6 +112,7 @@ class LocalEngine(SequenceEngine):
             self._cache.reserve(rows, fixed_columns(facts.max_length))
         self._rows = CacheRows()
         self.sequences = Sequences(facts, tokenizer, rows, self._backend.device)
+        self._to_device = self.sequences.to_device
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
         # With fixed slots nothing may depend on what else runs, so not on what had to make room either.
         self._kept = KeptSequences(0 if fixed_slots else slots)
@@ -209,7 +210,7 @@ class LocalEngine(SequenceEngine):
         alarms = sequences.record(rows, sequences.draw(output.logits_NV, rows))
         drawn_at = time.perf_counter()
         table.clock += (drawn_at - started) / table.n
-        events, ended = sequences.settle(
+        events, ended = sequences.check(
             np.flatnonzero(alarms).tolist(), lambda some: output.hidden_NH[self._to_device(np.array(some))]
         )
         self._keep(ended)
@@ -393,6 +394,3 @@ class LocalEngine(SequenceEngine):
         self._rows.remove(*self.sequences.remove(rows), self.sequences.table.n)
         if not self.pending:  # an idle engine remembers nothing that could change what comes next
             self._waste = 0
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return self.sequences.to_device(array)

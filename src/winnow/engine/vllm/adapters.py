@@ -32,12 +32,12 @@ class Adapters:
     """The model's output gets `scaling` B A x."""
 
     @classmethod
-    def of(cls, shell: Any, lora: LoraConfig) -> Adapters:
-        """Adapters that a run has over this model; `shell` is taken. Raises ValueError where there can be none."""
+    def from_model(cls, model: Any, lora: LoraConfig) -> Adapters:
+        """Adapters that a run has over this model, which they change. Raises ValueError where there can be none."""
         options = peft_config(lora)
         import peft
 
-        adapted = peft.get_peft_model(shell, options).get_base_model()
+        adapted = peft.get_peft_model(model, options).get_base_model()
         shapes = {name: tensor.shape for name, tensor in adapters_of(adapted).items()}
         _refuse(name.partition(".lora_embedding_")[0] for name in shapes if ".lora_embedding_" in name)
         return cls(shapes, options.r, options.lora_alpha / options.r)
@@ -49,7 +49,7 @@ class Adapters:
 
     def facts(self, whole: Facts) -> Facts:
         """Facts of the model, for weights that are these adapters."""
-        return replace(whole, shapes=self.shapes, tied={}, wanted="the adapters of lora alone")
+        return replace(whole, shapes=self.shapes, tied={}, expected="the adapters of lora alone")
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for vLLM's `EngineArgs`. Raises ValueError for a rank over vLLM's largest."""

@@ -10,18 +10,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Hashable
-from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
 
 from ...base.weights import Weights
 from ...config import ConfigError
 from ..base import Event, Request, SamplingParams
 from ..facts import Facts
-from ..loading import ModelReference, shell_of
+from ..loading import ModelReference, build_meta_model, set_generation_config
 from ..sequences import SequenceEngine, Sequences
 from ..slots import COUNT, Drawn
 from .adapters import Adapters
@@ -40,17 +38,22 @@ class VllmEngine(SequenceEngine):
 
         Raises ConfigError when vLLM refuses it.
         """
-        shell = model.loaded if model.loaded is not None else _shell(source)
-        limit = getattr(shell.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        policy = model.loaded
+        if policy is None:
+            policy = build_meta_model(source)
+            set_generation_config(policy, source)
+        limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         longest = arguments["max_model_len"]
-        facts = Facts.of(shell, tokenizer, None if longest is None else min(longest, limit))
+        facts = Facts.from_model(policy, tokenizer, None if longest is None else min(longest, limit))
         self._slots: int = arguments["max_num_seqs"]
         self._added = 0
         self._loads = 0
         self._sleeps, self._asleep = bool(arguments.get("enable_sleep_mode")), False
         try:
-            adapters = None if model.adapters is None else Adapters.of(_shell(source), model.adapters)
-            self._wanted = facts if adapters is None else adapters.facts(facts)
+            adapters = None
+            if model.adapters is not None:
+                adapters = Adapters.from_model(build_meta_model(source), model.adapters)
+            self._weight_facts = facts if adapters is None else adapters.facts(facts)
             several = arguments["tensor_parallel_size"] > 1
             arguments = arguments | (adapters.arguments() if adapters else {})
             arguments["max_model_len"] = facts.max_length
@@ -72,7 +75,7 @@ class VllmEngine(SequenceEngine):
 
     def load_weights(self, weights: Weights, version: int) -> None:
         self.sequences.require_alive()
-        state = self._wanted.check_state(weights)
+        state = self._weight_facts.check_state(weights)
         with self.sequences.step():
             table = self.sequences.table
             fresh = [r for row, r in enumerate(table.requests[: table.n]) if table.ints[COUNT, row] == 0]
@@ -94,7 +97,7 @@ class VllmEngine(SequenceEngine):
         Weights under adapters are not published again: they wait on the host.
         """
         if self._sleeps and not self._asleep and not self.pending:
-            self._core.sleep(DISCARD if self._wanted is self.sequences.facts else OFFLOAD)
+            self._core.sleep(DISCARD if self._weight_facts is self.sequences.facts else OFFLOAD)
             self._asleep = True
 
     def close(self) -> None:
@@ -122,7 +125,7 @@ class VllmEngine(SequenceEngine):
         drawn_at = time.perf_counter()
         table.clock += (drawn_at - started) / table.n
         place = {int(row): i for i, row in enumerate(rows)}
-        events, ended = sequences.settle(rows[alarms].tolist(), lambda some: hidden_of([place[row] for row in some]))
+        events, ended = sequences.check(rows[alarms].tolist(), lambda some: hidden_of([place[row] for row in some]))
         self._remove(ended)
         table.clock += (time.perf_counter() - drawn_at) / max(table.n, 1)
         return events
@@ -197,13 +200,4 @@ class _Head:
         place, drawn, hidden_NH = self._drawn
         at = np.array([place[self.ids[name]] for name in names])
         self._drawn = None
-        picked = Drawn(*(None if x is None else x[at] for x in drawn))  # type: ignore[arg-type]
-        return picked, lambda some: hidden_NH[self._sequences.to_device(at[some])]
-
-
-def _shell(source: str) -> Any:
-    """The Hugging Face model without weights: its names, shapes and ties."""
-    shell = shell_of(source)
-    with suppress(OSError):  # many models have none
-        shell.generation_config = GenerationConfig.from_pretrained(source)
-    return shell
+        return drawn.at(at), lambda some: hidden_NH[self._sequences.to_device(at[some])]
