@@ -316,7 +316,7 @@ class Collector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint state other than the ledger."""
-        if not self.pace.settled():
+        if not self.pace.can_checkpoint():
             raise RuntimeError("a checkpoint is taken between steps only, with no group in flight")
         stops = self.audits.stops
         return {

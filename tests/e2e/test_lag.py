@@ -11,7 +11,7 @@ import pytest
 from winnow import Trainer
 from winnow.base.noise import noise_key
 from winnow.rollout.evaluate import evaluate
-from winnow.sampler.in_process import KEPT, LAG_STREAM
+from winnow.sampler.in_process import LAG_STREAM, WEIGHTS_FOLDER
 
 from ..builders.runs import assert_clean, fingerprint, metrics_of, train
 from ..parity import parity_reward
@@ -78,6 +78,6 @@ def test_a_lag_changes_nothing_before_it_can(tiny_config: dict[str, Any], tmp_pa
         config = tiny_config | {"max_lag": lag, "max_steps": 1, "output_dir": str(tmp_path / str(lag))}
         Trainer(config=config, reward_funcs=parity_reward).train()
         runs.append(fingerprint(tmp_path / str(lag)))
-        runs[-1]["weights"] = {k: v for k, v in runs[-1]["weights"].items() if KEPT not in k}
+        runs[-1]["weights"] = {k: v for k, v in runs[-1]["weights"].items() if WEIGHTS_FOLDER not in k}
     assert runs[0]["weights"] == runs[1]["weights"]
     assert runs[0]["ledger"] == runs[1]["ledger"]

@@ -250,7 +250,7 @@ def test_the_likeliest_draft() -> None:
 
 
 def test_the_oldest_drafts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("winnow.sampler.drafts.MOST_BYTES", 4 * (ROLLOUT_BYTES + TURN_BYTES + 10))
+    monkeypatch.setattr("winnow.sampler.drafts.MAX_DRAFT_BYTES", 4 * (ROLLOUT_BYTES + TURN_BYTES + 10))
     drafts = Drafts(on=True)
     for ordinal in (0, 1, 0, 2):
         drafts.observe(group(ordinal, 0, [[1, 2, 3], [4, 5]]))

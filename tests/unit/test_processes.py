@@ -228,7 +228,7 @@ def test_few_environments_are_alive_beside_training(made: Any, monkeypatch: pyte
             member.flights = {k: s for k, s in member.flights.items() if s.job.purpose == "train"}
         return [group(other.visit, "eval") for other in flying]
 
-    monkeypatch.setattr(sampler, "_heard", heard)
+    monkeypatch.setattr(sampler, "_receive", heard)
     assert [g.visit.number for g in sampler.run(evaluation(9, size=3))] == list(range(9))
     assert most == 6, "two groups of three: four environments for each of two samplers"
     assert len(sampler.run(evaluation(1, size=50))) == 1, "one group at least"

@@ -17,8 +17,7 @@ from ..base.array_json import Packed
 from ..base.state import State
 from ..types import Group, Job, Rollout, Visit
 
-MOST_BYTES = 1 << 28
-"""Memory for drafts."""
+MAX_DRAFT_BYTES = 1 << 28
 ROLLOUT_BYTES, TURN_BYTES = 200, 140
 """What a rollout and each of its turns take besides the tokens, about."""
 
@@ -49,13 +48,13 @@ class Drafts:
         return Job(visit, size, first=first, drafts=drafts)
 
     def observe(self, group: Group) -> None:
-        """Remember what a group has sampled; beyond `MOST_BYTES` the prompts visited least recently are forgotten."""
+        """Remember what a group has sampled; beyond `MAX_DRAFT_BYTES`, forget the prompts visited longest ago."""
         sampled = [_turns(rollout) for rollout in group.siblings if rollout.turns]
         if not (self.on and sampled):
             return
         self._bytes += _bytes(sampled) - _bytes(self._last.pop(group.prompt.ordinal, []))
         self._last[group.prompt.ordinal] = sampled
-        while self._bytes > MOST_BYTES:
+        while self._bytes > MAX_DRAFT_BYTES:
             self._bytes -= _bytes(self._last.pop(next(iter(self._last))))
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .base import Sampler, SamplerContext, SamplerRefusedError
 
 LAG_STREAM = 8
 """Noise stream of the lag draws."""
-KEPT = "sampler-weights"
+WEIGHTS_FOLDER = "sampler-weights"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class InProcessSampler(Sampler):
         return self._newest - noise_key(self._seed, LAG_STREAM, job.visit.number) % (self._newest - self.version + 1)
 
     def _use(self, version: int) -> None:
-        file = f"{KEPT}/{version}.safetensors"
+        file = f"{WEIGHTS_FOLDER}/{version}.safetensors"
         if version not in self._kept:
             raise SamplerRefusedError(f"{file}: missing from the checkpoint, but rollouts need it; restore it")
         try:
@@ -126,11 +126,11 @@ class InProcessSampler(Sampler):
     def save(self, directory: Path) -> None:
         for version, weights in self._kept.items():
             if version != self._newest:  # the learner saves the newest
-                (directory / KEPT).mkdir(exist_ok=True)
-                save_tensors(weights, directory / KEPT / f"{version}.safetensors")
+                (directory / WEIGHTS_FOLDER).mkdir(exist_ok=True)
+                save_tensors(weights, directory / WEIGHTS_FOLDER / f"{version}.safetensors")
 
     def load(self, directory: Path) -> None:
-        files = (directory / KEPT).glob("*.safetensors")
+        files = (directory / WEIGHTS_FOLDER).glob("*.safetensors")
         self._kept = {int(file.stem): load_file(file) for file in files}
 
     def close(self) -> list[Group]:

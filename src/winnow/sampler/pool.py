@@ -132,11 +132,9 @@ class SamplerPool(Sampler):
         self._needed, silent = 1, now - self.options.timeout_s / 2
         while self._waiting:
             member = min(placed, key=lambda m: (m.last_message_at < silent, not m.ready, len(m.flights)))
-            self._send(member, self._waiting.popleft())
-
-    def _send(self, member: SamplerHandle, sent: InFlightJob) -> None:
-        member.flights[sent.key] = sent
-        member.channel.send({"launch": job_state(sent.job)})
+            sent = self._waiting.popleft()
+            member.flights[sent.key] = sent
+            member.channel.send({"launch": job_state(sent.job)})
 
     def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
         for member in self._placed:
@@ -169,38 +167,38 @@ class SamplerPool(Sampler):
     def poll(self) -> list[Group]:
         started = time.monotonic()
         groups, self._landed = self._landed, []
-        groups += self._heard(wait=not groups)
+        groups += self._receive(wait=not groups)
         self._waited += time.monotonic() - started
         self._pending -= len(groups)
         return sorted(groups, key=lambda group: group.visit.number)
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
-        waiting, found, live = deque(jobs), dict[int, Group](), 0
+        waiting, done, live = deque(jobs), dict[int, Group](), 0
         sizes = {job.visit.number: job.size for job in jobs}
-        while len(found) < len(jobs):
+        while len(done) < len(jobs):
             while waiting and self._has_room(live, waiting[0]):
                 live += waiting[0].size
                 self.launch(waiting.popleft())
-            for group in self._heard(wait=True):
+            for group in self._receive(wait=True):
                 if group.purpose == "train":
                     self._landed.append(group)
                 else:
-                    found[group.visit.number] = group
+                    done[group.visit.number] = group
                     live -= sizes[group.visit.number]
-        return [found[job.visit.number] for job in jobs]
+        return [done[job.visit.number] for job in jobs]
 
     def _has_room(self, live: int, job: Job) -> bool:
         """Whether the environments of a job fit next to the `live` ones of other evaluation jobs."""
         return self._live is None or live == 0 or live + job.size <= self._live * len(self._placed)
 
-    def _heard(self, *, wait: bool) -> list[Group]:
+    def _receive(self, *, wait: bool) -> list[Group]:
         """Return arrived groups, waiting a moment for the first, and check the samplers."""
         groups: list[Group] = []
         try:
             with contextlib.suppress(queue.Empty):
-                groups += self._take(self._inbox.get(timeout=POLL_S if wait else 0))
+                groups += self._handle(self._inbox.get(timeout=POLL_S if wait else 0))
                 while not self._inbox.empty():
-                    groups += self._take(self._inbox.get())
+                    groups += self._handle(self._inbox.get())
             groups += self._watch()
         except SamplersLostError:
             self._landed += [group for group in groups if group.purpose == "train"]
@@ -208,17 +206,15 @@ class SamplerPool(Sampler):
         self._dispatch()
         return groups
 
-    def _take(self, message: Message) -> list[Group]:
-        """Return the groups in a message; messages of replaced samplers are ignored."""
+    def _handle(self, message: Message) -> list[Group]:
+        """Return the groups that have come back with a message; messages of replaced samplers are ignored."""
         member = next((m for m in self._members if m.channel is message.channel), None)
         if member is None:
             return []
-        member.note_message(message.content)
-        if message.content is None:
+        content = message.content
+        member.note_message(content)
+        if content is None:
             return self._replace(member, "exited")
-        return self._understood(member, message.content)
-
-    def _understood(self, member: SamplerHandle, content: Mapping[str, Any]) -> list[Group]:
         if "placed" in content:
             self._begin(member, content["placed"])
         elif "built" in content:
@@ -307,19 +303,20 @@ class SamplerPool(Sampler):
         spent: Counter[str] = Counter()
         for member in self._members:
             spent.update(member.window.spent)
-        found = {
+        metrics = {
             "idle/learner": self._waited / elapsed,
             "sampler/ready": float(sum(member.ready for member in self._members)),
             "sampler/restarts": float(sum(member.window.restarts for member in self._members)),
             "sampler/redispatched": float(self._redispatched),
         }
         if spent["seconds"]:  # else no sampler has reported since
-            found["idle/sampler"] = spent["idle_s"] / spent["seconds"]
-            found["throughput/tokens_per_s"] = spent["tokens"] / elapsed
-        found |= {name: value for member in self._members for name, value in member.metrics().items()}
-        found |= {name: float(np.mean(values)) for name, values in self._logged.items()}
+            metrics["idle/sampler"] = spent["idle_s"] / spent["seconds"]
+            metrics["throughput/tokens_per_s"] = spent["tokens"] / elapsed
+        for member in self._members:
+            metrics |= member.metrics()
+        metrics |= {name: float(np.mean(values)) for name, values in self._logged.items()}
         self._reset()
-        return found
+        return metrics
 
     def close(self) -> list[Group]:
         flying = [*self._waiting, *(sent for member in self._members for sent in member.flights.values())]
@@ -358,8 +355,8 @@ class SamplerPool(Sampler):
             if content is None:
                 waiting.discard(id(channel))
             else:
-                found = [*content.get("stopped", []), *filter(None, [content.get("group")])]
-                groups += [group_from(state, self._prompts) for state in found if _key(state) in flights]
+                returned = content.get("stopped", []) + ([content["group"]] if "group" in content else [])
+                groups += [group_from(state, self._prompts) for state in returned if _key(state) in flights]
         return groups
 
 

@@ -164,11 +164,11 @@ class ActorChannel:
 
         try:
             while True:
-                asked = self._actor.report.options(concurrency_group="reports").remote()
-                while not ray.wait([asked], timeout=LOOK_S)[0]:
+                report = self._actor.report.options(concurrency_group="reports").remote()
+                while not ray.wait([report], timeout=LOOK_S)[0]:
                     if self._killed.is_set():
                         return
-                for content in ray.get(asked, timeout=FETCH_S):
+                for content in ray.get(report, timeout=FETCH_S):
                     if "ended" in content:
                         self._last_words = content["ended"]
                         inbox.put(Message(self, None))

@@ -27,7 +27,7 @@ class SyncPace:
         """Whether to train now."""
         return not self._sampler.pending
 
-    def settled(self) -> bool:
+    def can_checkpoint(self) -> bool:
         """Whether a checkpoint may be taken now."""
         return not self._sampler.pending
 
@@ -47,7 +47,7 @@ class AsyncPace:
     def ready(self, step: int) -> bool:
         return self._buffer.ready(step)
 
-    def settled(self) -> bool:
+    def can_checkpoint(self) -> bool:
         """Always true: what is in flight is part of a checkpoint."""
         return True
 

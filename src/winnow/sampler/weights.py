@@ -14,8 +14,8 @@ from ..base.weights import WeightSource, save_tensors
 from ..env.base import Task
 from ..env.prompting import tokenizer_digest
 
-KEPT = 3
-"""Versions kept on disk; a sampler loads the newest one it received a message about."""
+KEPT_VERSIONS = 3
+"""On disk; a sampler loads the newest one it received a message about."""
 
 
 def fingerprints(task: Task, tokenizer: Any) -> dict[str, str]:
@@ -64,7 +64,7 @@ class PublishedWeights(Transport):
         save_tensors(weights, writing)
         writing.rename(file)
         self.located, self.version, self.bytes = str(file), version, file.stat().st_size
-        for old in sorted(self.directory.glob("*.safetensors"), key=lambda p: int(p.stem))[:-KEPT]:
+        for old in sorted(self.directory.glob("*.safetensors"), key=lambda p: int(p.stem))[:-KEPT_VERSIONS]:
             old.unlink()
 
     def remove(self) -> None:
