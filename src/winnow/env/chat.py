@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -202,7 +201,7 @@ def _derived(tokenizer: Any, options: Mapping[str, Any]) -> _Turns:
     except Exception:  # it requires other turns: turns that begin with a mark can still be joined
         return _Turns(marks, special, frozenset(), None, "")
     alone_ids, followed_ids = _encoded(tokenizer, alone), _encoded(tokenizer, followed)
-    same = _common(alone_ids, followed_ids)
+    same = common_prefix(alone_ids, followed_ids)
     ends = marks.intersection(alone_ids[:same])
     if not ends and same < min(len(alone_ids), len(followed_ids)):
         last, other = alone_ids[same], followed_ids[same]
@@ -253,7 +252,7 @@ def joined(
 
 def _end_of_call(turns: _Turns, ids: Sequence[int], alone: Sequence[int]) -> int:
     """Return the index in `ids`, tokens after an argument of a call, of the turn's end; `alone`: without results."""
-    same = _common(ids, alone)
+    same = common_prefix(ids, alone)
     for i in range(min(same + 1, len(ids))):
         if ids[i] in turns.ends:
             return i
@@ -300,6 +299,8 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
+def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
+    """Return the length of the longest common prefix of two sequences of tokens."""
+    n = min(len(a), len(b))
+    differs = np.asarray(a[:n]) != np.asarray(b[:n])
+    return int(differs.argmax()) if differs.any() else n

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..methods.gate import NamedRule
+from ..sampler.base import JobQueue
 from ..types import Fate, Group, Job, Prompt, Rollout
 from .trl_batch import Tensors, check_tensors, row_of
 from .trl_engine import EngineInTrl
@@ -20,26 +21,18 @@ RollOut = Callable[[list[Prompt], int, list[Group] | None], tuple[dict[str, Any]
 -> TRL's tensors of them, and (rewards [B, F], completions, completion ids)."""
 
 
-class TrlSampler:
+class TrlSampler(JobQueue):
     """Rolls out groups with TRL's generation, or with Winnow's engine inside TRL, and TRL's rewards."""
 
     def __init__(self, trainer: Any, roll_out: RollOut, engine: EngineInTrl | None) -> None:
+        super().__init__()
         self._trainer, self._roll_out, self._engine = trainer, roll_out, engine
-        self._jobs: list[Job] = []
         self._rows: dict[tuple[int, int], Tensors] = {}
         self.outputs: list[Tensors] = []
         """TRL's tensors of each call since `forget`, unchanged."""
         self.version = 0
 
-    @property
-    def pending(self) -> int:
-        return len(self._jobs)
-
-    def launch(self, job: Job) -> None:
-        self._jobs.append(job)
-
-    def poll(self) -> list[Group]:
-        jobs, self._jobs = self._jobs, []
+    def run(self, jobs: Sequence[Job]) -> list[Group]:
         return [group for part in _of_one_size(jobs) for group in self._finished(part)]
 
     def _finished(self, jobs: list[Job]) -> list[Group]:
@@ -114,6 +107,6 @@ class TrlSampler:
             self._engine.release()
 
 
-def _of_one_size(jobs: list[Job]) -> list[list[Job]]:
+def _of_one_size(jobs: Sequence[Job]) -> list[list[Job]]:
     """Split jobs by size: TRL generates as many rollouts for each prompt of a call."""
     return [[job for job in jobs if job.size == size] for size in sorted({job.size for job in jobs})]

@@ -170,7 +170,7 @@ class Packing:
         """
         tokens, prompt = row.inputs, row.rollout.prompt_ids
         tree, before = self._last.get(prompt, (-1, tokens[:0]))
-        shared = _common(before, tokens)
+        shared = common_prefix(before, tokens)
         size, new = self.sizes[tree] if shared else 0, len(tokens) - shared
         if (size + new) ** 2 - size**2 - len(tokens) ** 2 / 2 > self.limits.pairs * shared:
             shared, new = 0, len(tokens)
@@ -251,13 +251,6 @@ class Packing:
             stops[u, paths[u]] = stop
             nodes[b, : len(tokens)] = u * S + paths[u]
         return PrefixTrees(*(torch.from_numpy(array).to(device) for array in (ids, positions, stops, nodes)))
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the common beginning."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    return int(differs.argmax()) if differs.any() else n
 
 
 def packed(rows: Sequence[Row], limits: PassLimits) -> list[Packing]:

@@ -159,3 +159,11 @@ def auroc(score_N: np.ndarray, label_N: np.ndarray, weight_N: np.ndarray | None 
     negative_M = np.bincount(index_N, weight_N * ~label_N, minlength=len(values))
     below_M = np.cumsum(negative_M) - negative_M / 2
     return float(positive_M @ below_M / (positive_M.sum() * negative_M.sum()))
+
+
+def midranks(value_N: np.ndarray, weight_N: np.ndarray | None = None) -> np.ndarray:
+    """Return the weight of all lower values and half that of equal ones, float [N]; without weights, ranks from 1/2."""
+    _, index_N = np.unique(value_N, return_inverse=True)
+    per_M = np.bincount(index_N, weight_N)
+    ranks: np.ndarray = (np.cumsum(per_M) - per_M / 2)[index_N]
+    return ranks

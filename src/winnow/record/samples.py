@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..env.chat import common_prefix
 from ..env.prompting import decode
 from ..types import Decision, Group, Rollout, Token, Turn
 
@@ -128,20 +129,13 @@ def _segments(r: Rollout, tokenizer: Any) -> dict[str, Any]:
     for part, segment in zip(r.parts()[: MAX_SEGMENTS + 1], r.segments, strict=False):
         prompt_N = np.array(part.prompt_ids, np.int64)
         if earlier:
-            shared, like = max((_common(prompt_N, ids), n) for n, ids in enumerate(earlier))
+            shared, like = max((common_prefix(prompt_N, ids), n) for n, ids in enumerate(earlier))
             new = "" if tokenizer is None else decode(tokenizer, [prompt_N[shared:]])[0]
             char = next((at for at, turn in places if turn.start >= segment.start), len(r.text))
             counts = {"prompt_tokens": len(prompt_N), "shared": shared, "like": like}
             later.append({"agent": segment.agent, "char": char, **counts, "new": _beginning(new)})
         earlier.append(np.concatenate([prompt_N, part.token_ids]))
     return {"segments": len(r.segments), "agent": r.agent, "later": later}
-
-
-def _common(a_N: np.ndarray, b_M: np.ndarray) -> int:
-    """Return the length of the longest common prefix."""
-    n = min(len(a_N), len(b_M))
-    differs = np.flatnonzero(a_N[:n] != b_M[:n])
-    return int(differs[0]) if len(differs) else n
 
 
 def _beginning(text: str) -> str:

@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 
 from ..base.errors import ExpectedError
+from ..methods.posterior import midranks
 from ..methods.success import Success
 from ..types import Fate, Group, Job, Prompt, Visit
 from .runner import RolloutRunner
@@ -103,8 +104,7 @@ def rank_weights(scores: Sequence[float] | np.ndarray) -> np.ndarray:
         raise ValueError("scores: must be a list of numbers without NaN")
     if len(scores_N) < 2:
         return np.ones(len(scores_N))
-    _, index_N, counts_M = np.unique(scores_N, return_inverse=True, return_counts=True)
-    return np.asarray((np.cumsum(counts_M) - (counts_M + 1) / 2)[index_N] / (len(scores_N) - 1))
+    return (midranks(scores_N) - 0.5) / (len(scores_N) - 1)
 
 
 def weighted_vote(answers: Sequence[Hashable | None], weights: Sequence[float] | np.ndarray) -> Hashable | None:

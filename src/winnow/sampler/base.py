@@ -18,6 +18,28 @@ from ..rollout.runner import RolloutRunner
 from ..types import Group, Job
 
 
+class JobQueue:
+    """Sampler whose jobs are all run at the next poll, by `run`."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self._jobs)
+
+    def launch(self, job: Job) -> None:
+        self._jobs.append(job)
+
+    def poll(self) -> list[Group]:
+        jobs, self._jobs = self._jobs, []
+        return self.run(jobs)
+
+    def run(self, jobs: Sequence[Job]) -> list[Group]:
+        """Return the finished groups of jobs, in order."""
+        raise NotImplementedError
+
+
 class SamplersLostError(RuntimeError):
     """Samplers keep failing; the message says how."""
 

@@ -17,6 +17,7 @@ import yaml
 from ..config import ConfigError
 from ..methods.gate.divergence import OfType, config_entry
 from ..methods.gate.signals import TERMINATION
+from ..methods.posterior import auroc, midranks
 from .gate_tables import Groups, Recorded, aligned, rows_by_type, some
 
 FOLDS = 5
@@ -175,7 +176,7 @@ def _swept(groups: Groups, sweep: Sweep, task_type: str | None) -> Swept:
 
 def _rows(at: Recorded, signal: str, sweep: Sweep) -> list[Row]:
     """Return a row with the best threshold, or one for each given threshold."""
-    auroc, rho = separation(at, signal)
+    own_auroc, rho = separation(at, signal)
     best = _best(at, signal, sweep)
     thresholds: Sequence[float | None] = [None if best is None else best[1].threshold]
     if sweep.thresholds and signal != TERMINATION:
@@ -185,7 +186,7 @@ def _rows(at: Recorded, signal: str, sweep: Sweep) -> list[Row]:
         cut_N = np.zeros(len(at), bool)
         if threshold is not None:
             cut_N = Choice(at.k, signal, threshold).cuts(at, sweep)
-        rows.append(Row(at.k, signal, auroc, rho, threshold, effect({at.k: at}, at.k * cut_N, sweep.t_max)))
+        rows.append(Row(at.k, signal, own_auroc, rho, threshold, effect({at.k: at}, at.k * cut_N, sweep.t_max)))
     return rows
 
 
@@ -294,23 +295,12 @@ def savings(at: Recorded, t_max: int) -> np.ndarray:
 def separation(at: Recorded, signal: str) -> tuple[float | None, float | None]:
     """Return AUROC and Spearman's rho of a signal for the reward variance; None where a quantity has no spread."""
     value_N, variance_N, zero_N, w_N = at.signal(signal), at.columns["reward_var"], at.zero_N, at.weights_N
-    zero, teaching = float(w_N[zero_N].sum()), float(w_N[~zero_N].sum())
-    rank_N, other_N = midranks(value_N, w_N), midranks(variance_N, w_N)
-    auroc = rho = None
+    rho = None
     if np.ptp(value_N) > 0 and np.ptp(variance_N) > 0:
-        covariance = np.cov(rank_N, other_N, aweights=w_N)
+        covariance = np.cov(midranks(value_N, w_N), midranks(variance_N, w_N), aweights=w_N)
         rho = float(covariance[0, 1] / np.sqrt(covariance[0, 0] * covariance[1, 1]))
-    if zero and teaching:
-        auroc = float((w_N * rank_N)[~zero_N].sum() - teaching**2 / 2) / (zero * teaching)
-    return auroc, rho
-
-
-def midranks(value_N: np.ndarray, weight_N: np.ndarray) -> np.ndarray:
-    """Return the weight of all lower values and half that of equal ones, float [N]; without weights, ranks from 1/2."""
-    _, index_N = np.unique(value_N, return_inverse=True)
-    per_M = np.bincount(index_N, weight_N)
-    ranks: np.ndarray = (np.cumsum(per_M) - per_M / 2)[index_N]
-    return ranks
+    both_kinds = zero_N.any() and not zero_N.all()
+    return auroc(value_N, ~zero_N, w_N) if both_kinds else None, rho
 
 
 def config_section(swept: Sequence[Swept], precision: float) -> str:

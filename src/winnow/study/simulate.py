@@ -27,6 +27,7 @@ from ..run.build_methods import build_collector, build_methods
 from ..run.preflight import in_steps
 from ..run.resolved import Options
 from ..run.trainer_inputs import build_task
+from ..sampler.base import JobQueue
 from ..types import Fate, Group, Job, Prompt, Rollout
 
 SIMULATE_STREAM = 10
@@ -85,26 +86,15 @@ def _beta(rates: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
     return mean * strength, (1 - mean) * strength
 
 
-class Rewards:
+class Rewards(JobQueue):
     """Finishes every group at the next poll, with rewards of 0 and 1; a `GroupSource`."""
 
     def __init__(self, policy: Policy, length: int, seed: int) -> None:
+        super().__init__()
         self.policy, self.version, self.rates_N = policy, 0, policy.rates()
         self._key = noise_key(seed, SIMULATE_STREAM)
         self._mask = np.ones(length, dtype=bool)
         self._ids, self._logp = np.zeros(length, np.int64), np.zeros(length, np.float32)
-        self._jobs: list[Job] = []
-
-    @property
-    def pending(self) -> int:
-        return len(self._jobs)
-
-    def launch(self, job: Job) -> None:
-        self._jobs.append(job)
-
-    def poll(self) -> list[Group]:
-        jobs, self._jobs = self._jobs, []
-        return self.run(jobs)
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
         numbers_J = np.array([job.visit.number for job in jobs])
