@@ -18,6 +18,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
+from ..env.chat import common_prefix
 from ..methods.advantage.in_update import Weighing
 from .rows import Pool, Row, rollouts_of
 
