@@ -17,8 +17,8 @@ from winnow.base.processor import bfloat16_units, processor, usable_threads
 from winnow.config import ConfigError, RunConfig, name_of, validate
 from winnow.engine import LocalOptions, VllmOptions
 from winnow.run.budget import AT_MOST
+from winnow.run.checkpoint import refuse_changes
 from winnow.run.initial_model import InitialModel
-from winnow.run.preflight import refuse_changes
 from winnow.run.resolve import (
     CPU_ACTIVATION_BYTES,
     LONGEST_ROW_SHARE,

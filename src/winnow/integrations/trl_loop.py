@@ -24,8 +24,7 @@ from ..record.ledger import Ledger
 from ..record.records import CHARTS, CONFIG, LEDGER, Records, RunDirectoryError
 from ..record.stop_conditions import Limits
 from ..run.build_methods import build_collector, method_charts, step_options
-from ..run.checkpoint import load_state_in_trl, understood
-from ..run.preflight import refuse_used_directory
+from ..run.checkpoint import load_state_in_trl, refuse_used_directory, understood
 from ..run.resolved import Options
 from ..run.resume_keys import MAY_CHANGE_ON_RESUME
 from ..run.user_code import changes, code_of

@@ -6,19 +6,14 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..config import (
     ConfigError,
-    MethodSpec,
     RunConfig,
-    as_saved,
-    from_saved,
     name_of,
-    section_of,
     validate,
 )
 from ..engine.base import Engine, Request
@@ -28,63 +23,15 @@ from ..env.prompting import encode_observation, encode_prompt
 from ..env.rewards.rewarder import Rewarder
 from ..learner import Learner
 from ..learner.agreement import Agreement, require_agreement
-from ..learner.step import scheduled_lr
-from ..record.records import CONFIG, LEDGER, START, RunDirectoryError
 from ..rollout.evaluate import RollOut
 from ..sampler import SamplerOptions
 from ..types import Job, Prompt, Visit
-from .build_methods import Methods, step_options
+from .build_methods import Methods
 from .prompt_example import warn_of_plain_text
-from .resolved import Options, sampling_params
-from .resume_keys import MAY_CHANGE_ON_RESUME
+from .resolved import sampling_params
 
 PROBED, PROBES_EACH = 4, 2
 """Prompts whose log-probabilities are compared at the start, and rollouts of each."""
-MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sleep"})
-"""Engine options that bound its memory."""
-
-
-def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Raise ConfigError with the difference if `config` would change what the rest of the run computes."""
-    begun = validate(from_saved(saved))
-    before, now = as_saved(begun), as_saved(config)
-    free = MAY_CHANGE_ON_RESUME | {"output_dir"}
-    options = [Options.from_config(c) for c in (begun, config)]
-    repeatable = any("repeatable" in each.sync.provides for each in options)
-    if before["sync"] != now["sync"] and (repeatable or name_of(before["sync"]) != name_of(now["sync"])):
-        free -= {"sync"}
-    elastic = all("elastic" in getattr(each.learner, "provides", ()) for each in options)
-    if not elastic or name_of(before["learner"]) != name_of(now["learner"]):
-        free -= {"learner"}
-    if _without_memory_options(before["engine"]) != _without_memory_options(now["engine"]):
-        free -= {"engine"}
-    if not _same_rates(begun, config, *options):
-        free -= {"max_steps"}
-    changed = [k for k in now if before.get(k) != now[k] and k not in free]
-    if changed:
-        shown = "; ".join(f"{k}: was {before.get(k)!r}, is {now[k]!r}" for k in changed)
-        if "max_steps" in changed:
-            own = "lr_scheduler_type" if begun.warmup == config.warmup else "warmup_steps, a share of it"
-            shown += f" (learning rates depend on it, by {own}; start a new run)"
-        raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
-
-
-def _same_rates(begun: RunConfig, now: RunConfig, *options: Options) -> bool:
-    """Whether the learning rates of the steps that both configurations have are the same, and the one after them."""
-    before, after = (step_options(c, each) for c, each in zip((begun, now), options, strict=True))
-    steps = range(min(begun.max_steps, now.max_steps) + 1)
-    return begun.max_steps == now.max_steps or all(scheduled_lr(n, before) == scheduled_lr(n, after) for n in steps)
-
-
-def refuse_used_directory(run_dir: Path, go_on: str | None = None) -> None:
-    """Raise RunDirectoryError if a run was begun there. `go_on`: how to resume it; empty if it cannot be."""
-    used = [name for name in (CONFIG, LEDGER, START, "checkpoints") if (run_dir / name).exists()]
-    if used:
-        go_on = f"`winnow resume {run_dir}` (Trainer.resume in Python)" if go_on is None else go_on
-        resume = f"go on with {go_on}, or " if go_on else ""
-        raise RunDirectoryError(
-            f"{run_dir}: already holds a run ({', '.join(used)}); {resume}choose another output_dir"
-        )
 
 
 def in_steps(c: RunConfig, prompts: int) -> RunConfig:
@@ -94,10 +41,6 @@ def in_steps(c: RunConfig, prompts: int) -> RunConfig:
         return c
     steps = math.ceil(c.num_train_epochs * prompts / c.prompts_per_step)
     return validate(c.model_dump() | {"max_steps": steps, "num_train_epochs": None})
-
-
-def _without_memory_options(engine: MethodSpec) -> dict[str, Any]:
-    return {key: value for key, value in section_of(engine).items() if key not in MEMORY_OPTIONS}
 
 
 def check_rewards(task: Task, first: Prompt, rewarder: Rewarder) -> None:

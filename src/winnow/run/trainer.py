@@ -27,8 +27,8 @@ from . import checkpoint
 from .build import build, build_rewarder, require_held_out
 from .callback_arguments import CallbackArguments
 from .callbacks import Callbacks, TrainerState
+from .checkpoint import refuse_changes, refuse_used_directory
 from .interrupt import StopSignals
-from .preflight import refuse_changes, refuse_used_directory
 from .resume_keys import resumed_config
 from .session import Session
 from .trainer_inputs import TrainerInputs
