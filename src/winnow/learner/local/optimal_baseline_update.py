@@ -21,7 +21,7 @@ from torch import nn
 
 from ...methods.advantage import optimal_baseline
 from ...methods.loss import LossConfig
-from ...methods.segments import sum_by_rollout
+from ...methods.segments import first_rows, sum_by_rollout
 from ..base import Stats
 from ..batch import MicroBatch, Pools
 from .forward import predictions
@@ -169,8 +169,8 @@ class Batched:
         pools = _pools(batch)
         if batch is pools.pieces[0]:
             self._parts, self._later, self._sums = [], [], {}
-        first_B = [rows.start for rows in rows_of_rollouts(batch)]
-        rewards_B, number_B = batch.advantages_B[first_B], pools.number_B[first_B]
+        rewards_B = first_rows(batch.advantages_B, batch.rollout_B)
+        number_B = first_rows(pools.number_B, batch.rollout_B)
         basis_KB = basis_of(rewards_B, number_B, pools.mean_P)
         terms, loss_B = self.of_rollouts(batch, loss, stats, basis_KB)
         norm_sq_B = torch.stack([term.square_B for term in terms]).sum(0)
