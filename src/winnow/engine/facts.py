@@ -12,6 +12,9 @@ import torch
 
 from ..base.weights import FiniteWeights, Weights, is_finite, specs_of, state_of, tied_names
 
+MARK = "\u241fwinnow\u241f"
+"""Message that no template contains."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -131,10 +134,9 @@ def _eos_ids(model: Any, *sources: Any) -> frozenset[int]:
 def _end_of_turn(tokenizer: Any, vocab_size: int) -> frozenset[int]:
     """Return the special token that the chat template puts after an assistant turn. Many tokenizers do not list it as
     end of sequence; a trained model that samples it would then continue generating."""
-    mark = "\u241fwinnow\u241f"
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
     try:
-        _, marked, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(mark)
+        _, marked, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(MARK)
     except Exception:  # no template, or it needs other turns
         return frozenset()
     ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False) if marked else []

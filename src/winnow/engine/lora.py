@@ -62,16 +62,19 @@ class Adapter:
         return f"{self.source}/{SETTINGS}" if self.given is None else self.source
 
     @property
+    def all_ranks(self) -> list[Any]:
+        return [self.settings.get("r", 8), *(self.settings.get("rank_pattern") or {}).values()]
+
+    @property
     def ranks(self) -> str:
-        ranks = {self.settings.get("r", 8), *(self.settings.get("rank_pattern") or {}).values()}
-        return " and ".join(map(str, sorted(ranks)))
+        return " and ".join(map(str, sorted(set(self.all_ranks))))
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the weights in float32. Raises ConfigError as `read` does, and if they are not finite."""
-        found = self.read()
-        if wrong := next((name for name, tensor in found.items() if not is_finite(tensor)), None):
+        tensors = self.read()
+        if wrong := next((name for name, tensor in tensors.items() if not is_finite(tensor)), None):
             raise ConfigError(f"model: the adapter '{self.source}' is not finite ({wrong})")
-        return {name: tensor.float() for name, tensor in found.items()}
+        return {name: tensor.float() for name, tensor in tensors.items()}
 
     def read(self) -> Mapping[str, torch.Tensor]:
         """Return the weights as saved. Raises ConfigError if they are missing, pickled or damaged."""
@@ -209,8 +212,7 @@ def with_adapter(base: Any, adapter: Adapter, dropout: float = 0.0) -> Any:
 def _require_ranks(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> None:
     """Check ranks before peft allocates the layers that the settings describe, of any size."""
     most = max((max(t.shape, default=0) for n, t in tensors.items() if ".lora_" in n), default=0)
-    ranks = [adapter.settings.get("r", 8), *(adapter.settings.get("rank_pattern") or {}).values()]
-    if wrong := next((r for r in ranks if not isinstance(r, int) or not 0 < r <= most), None):
+    if wrong := next((r for r in adapter.all_ranks if not isinstance(r, int) or not 0 < r <= most), None):
         raise ConfigError(f"model: {adapter.name}: rank {_shown(wrong)} is not that of the weights; restore the file")
 
 

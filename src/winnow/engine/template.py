@@ -9,12 +9,10 @@ from typing import Any
 
 from ..config import ConfigError, suggestion
 from ..env.chat import templates_of, variables_of
+from .facts import MARK
 
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token")
 """Variables that every template receives, like functions such as `raise_exception`."""
-
-
-_MARK = "\u241fwinnow\u241f"
 
 
 def with_template(tokenizer: Any, template: str | None, values: Mapping[str, Any]) -> Any:
@@ -35,12 +33,12 @@ def with_template(tokenizer: Any, template: str | None, values: Mapping[str, Any
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = template
     try:
-        shown = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
+        shown = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
     except TemplateSyntaxError as error:
         raise ConfigError(f"chat_template: line {error.lineno}: {error.message}; correct the template") from None
     except Exception:  # it may need other messages; a later check uses the first prompts
-        shown = _MARK
-    if _MARK not in shown:
+        shown = MARK
+    if MARK not in shown:
         raise ConfigError("chat_template: leaves out what the user says; show every message's 'content'")
     return with_template_values(tokenizer, values)
 

@@ -115,7 +115,20 @@ def _shared(tokens: tuple[int, ...], prompt: tuple[int, ...]) -> int:
     return next(i for i in range(most) if tokens[i] != prompt[i])
 
 
-def stacked(past: list[list[torch.Tensor]], more: int) -> list[torch.Tensor]:
+def continued(
+    past: list[Kept], more: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Return what a pass over `more` new tokens behind each of B kept beginnings needs.
+
+    Their positions [B, more]; keys and values with room for them, one [B, heads, columns, D] a layer; the mask.
+    """
+    starts = torch.tensor([len(kept.tokens) for kept in past], device=device)
+    positions_BS = starts[:, None] + torch.arange(more, device=device)
+    keys, values = _stacked([kept.keys for kept in past], more), _stacked([kept.values for kept in past], more)
+    return positions_BS, keys, values, _causal_mask(positions_BS, keys[0].shape[2], dtype)
+
+
+def _stacked(past: list[list[torch.Tensor]], more: int) -> list[torch.Tensor]:
     """Stack sequences: one [B, heads, P + more, D] a layer, `past` on the left, zeros behind.
 
     `past[b][l]` is [heads, P_b, D]; P is the longest P_b.
@@ -131,7 +144,7 @@ def stacked(past: list[list[torch.Tensor]], more: int) -> list[torch.Tensor]:
     return result
 
 
-def causal_mask(positions_BS: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def _causal_mask(positions_BS: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """[B, 1, S, columns]: 0 where a query at that position may look, else -inf."""
     open_ = torch.arange(columns, device=positions_BS.device) <= positions_BS[..., None]
     mask = torch.zeros(open_.shape, dtype=dtype, device=open_.device)

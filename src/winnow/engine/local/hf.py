@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ...base.weights import state_once
 from ..facts import Facts
-from .backend import Kept, Output, Prefilled, causal_mask, stacked
+from .backend import Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
 from .llama import LlamaBackend, supports
 
@@ -140,11 +140,7 @@ class HFBackend:
 
     def extend(self, tails: list[tuple[int, ...]], past: list[Kept]) -> Prefilled:
         ids = torch.tensor(tails, device=self.device)
-        starts = torch.tensor([len(kept.tokens) for kept in past], device=self.device)
-        positions_BS = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
-        keys = stacked([kept.keys for kept in past], ids.shape[1])
-        values = stacked([kept.values for kept in past], ids.shape[1])
-        mask = causal_mask(positions_BS, keys[0].shape[2], self.dtype)
+        positions_BS, keys, values, mask = continued(past, ids.shape[1], self.dtype, self.device)
         last = self._cached(ids, positions_BS, keys, values, mask)
         return Prefilled(keys, values, [int(p) + 1 for p in positions_BS[:, -1]], last)
 

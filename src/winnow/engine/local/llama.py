@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from .backend import Kept, Output, Prefilled, Read, causal_mask, stacked
+from .backend import Kept, Output, Prefilled, Read, continued
 from .cache import Chunk, KVCache
 from .graphs import DecodeGraphs
 
@@ -247,10 +247,7 @@ class LlamaBackend:
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Return hidden states of the padded tails, [B * S, H], and keys and values of each layer."""
         B, S = len(tails), max(map(len, tails))
-        starts = torch.tensor([len(kept.tokens) for kept in past], device=self.device)
-        positions_BS = starts[:, None] + torch.arange(S, device=self.device)
-        keys, values = stacked([kept.keys for kept in past], S), stacked([kept.values for kept in past], S)
-        mask = causal_mask(positions_BS, keys[0].shape[2], self.dtype)
+        positions_BS, keys, values, mask = continued(past, S, self.dtype, self.device)
         rows = torch.arange(B, device=self.device)[:, None]
         x = self._embedding[self._padded(tails).view(-1)]
         # Padding may lie beyond the last position.
