@@ -56,7 +56,7 @@ def test_a_draft_changes_nothing_but_what_is_decoded(name: str, params: dict[str
         drafted.append(replace(request, draft=tuple(draft.tolist()) if number != 3 else ()))
     found = finished(with_, drafted)
     require_equal(plain, found)
-    accepted = [found[r.id].spared for r in asked]
+    accepted = [found[r.id].num_reused_tokens for r in asked]
     for number, request in enumerate(asked):
         length = len(plain[request.id].token_ids)
         if number != 3 and number % 3 < 2:
@@ -83,7 +83,7 @@ def test_a_sequence_ends_and_reports_where_it_does_without_a_draft() -> None:
         ended = {e.id: e for e in events if isinstance(e, Finished)}
         require_equal(plain, ended)
         if drafts:
-            assert {e.spared for e in ended.values()} == {2}, "a reported token is drawn by itself"
+            assert {e.num_reused_tokens for e in ended.values()} == {2}, "a reported token is drawn by itself"
     for one, other in zip(*reached, strict=True):
         assert (one.id, one.n) == (other.id, other.n)
         np.testing.assert_allclose(one.logp, other.logp, atol=2e-4)
@@ -101,7 +101,7 @@ def test_a_draft_that_passes_an_end_is_accepted_up_to_it() -> None:
     drafted = [replace(asked[f.id], draft=(*f.token_ids.tolist(), *([1] * (60 - len(f.token_ids))))) for f in ended]
     found = finished(engine, drafted)
     require_equal({f.id: f for f in ended}, found)
-    assert any(f.spared for f in found.values())
+    assert any(f.num_reused_tokens for f in found.values())
 
 
 @pytest.mark.parametrize("name", list(GENERIC))
@@ -112,7 +112,7 @@ def test_other_models_decode_every_token(name: str) -> None:
     plain = finished(engine, asked)
     found = finished(engine, [replace(r, draft=tuple(plain[r.id].token_ids.tolist())) for r in asked])
     require_equal(plain, found)
-    assert not any(f.spared for f in found.values())
+    assert not any(f.num_reused_tokens for f in found.values())
 
 
 def test_a_draft_with_fixed_slots_does_not_depend_on_others() -> None:
@@ -285,7 +285,7 @@ def test_a_stop_string_that_is_not_completed_ends_no_draft() -> None:
     assert {f.stop_reason for f in plain.values()} == {"length"}
     found = finished(make_engine(model), [replace(r, draft=tuple(plain[r.id].token_ids.tolist())) for r in asked])
     require_equal(plain, found)
-    assert {f.spared for f in found.values()} == {19}
+    assert {f.num_reused_tokens for f in found.values()} == {19}
 
 
 def test_mixed_reports_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_drafts_of_further_turns(name: str, keep: bool, slots: int) -> None:
         for x, y in zip(a, b, strict=True):
             np.testing.assert_array_equal(x.token_ids, y.token_ids)
             np.testing.assert_allclose(x.logp, y.logp, atol=1e-4)
-        assert [x.spared for x in a] == [0 if i in (1, 2) else turn + 1 for i in range(5)]
+        assert [x.num_reused_tokens for x in a] == [0 if i in (1, 2) else turn + 1 for i in range(5)]
 
 
 def test_drafts_of_turns_near_the_last_position() -> None:
@@ -91,7 +91,7 @@ def test_drafts_of_turns_near_the_last_position() -> None:
     drafted.submit([replace(r, draft=tuple(guesses[r.id])) for r in asked])
     for id_, finished in run(drafted).items():
         np.testing.assert_array_equal(finished.token_ids, said[id_].token_ids)
-        assert finished.spared > 0
+        assert finished.num_reused_tokens > 0
 
 
 def test_only_what_is_new_goes_through_the_model() -> None:

@@ -108,7 +108,7 @@ def require_counts(found: dict[Any, Finished], prompt_of: Any, decoded: int) -> 
     said = {id_: f.token_ids.tolist() for id_, f in found.items()}
     fed = [(prompt_of(id_), tuple(tokens[:n])) for id_, tokens in said.items() for n in range(1, len(tokens))]
     assert decoded == len(set(fed))
-    assert sum(f.spared for f in found.values()) == len(fed) - decoded
+    assert sum(f.num_reused_tokens for f in found.values()) == len(fed) - decoded
 
 
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11), (1, 2, 3, 4)]
@@ -122,7 +122,7 @@ def test_siblings_that_say_the_same_are_decoded_once(name: str) -> None:
     found = run(engine, asked)
     require_equal(found, alone(model, asked))
     require_counts(found, lambda id_: id_[0], counted.decoded)
-    assert sum(f.spared for f in found.values()) > 0
+    assert sum(f.num_reused_tokens for f in found.values()) > 0
     assert run(engine, asked)[0, 0].token_ids.tolist() == found[0, 0].token_ids.tolist()
 
 
@@ -184,7 +184,7 @@ def test_new_weights_and_cancelled_siblings_meanwhile() -> None:
     assert {f.stop_reason for f in together.values()} == {"cancelled", "length"}
     require_equal(together, apart)
     assert all(set(f.versions.tolist()) == {0, 1} for id_, f in together.items() if id_ not in cancelled)
-    assert sum(f.spared for f in together.values()) > sum(f.spared for f in apart.values())
+    assert sum(f.num_reused_tokens for f in together.values()) > sum(f.num_reused_tokens for f in apart.values())
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])

@@ -139,7 +139,7 @@ class Finished:
     """float32 [H] if requested: input of the lm_head for the last token."""
     raw_logp: np.ndarray | None = None
     """float32 [T] if requested; see `Reached`."""
-    spared: int = 0
+    num_reused_tokens: int = 0
     """Tokens among them that took no decoding step of their own: of a draft, or decoded once for some siblings."""
 
 

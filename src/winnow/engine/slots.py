@@ -66,7 +66,7 @@ class SlotTable:
         self.raw_logp = np.zeros((slots, 0), dtype=np.float32)
         self.raw = np.zeros(slots, dtype=bool)
         """Rows with requested `raw_logp`."""
-        self.spared = np.zeros(slots, dtype=np.int64)
+        self.num_reused_tokens = np.zeros(slots, dtype=np.int64)
         """Tokens among those sampled that took no decoding step of their own."""
         self.requests: list[Request] = []
         self.row_of: dict[Hashable, int] = {}
@@ -98,7 +98,7 @@ class SlotTable:
         self._remember(rows, requests)
         self.confident[rows] = [r.confidence for r in requests]
         self.raw[rows] = [r.raw_logp for r in requests]
-        self.spared[rows] = 0
+        self.num_reused_tokens[rows] = 0
         self._clock_in[rows] = self.clock
         self.row_of.update(zip((r.id for r in requests), range(rows.start, rows.stop), strict=True))
         self.requests += requests
@@ -120,7 +120,7 @@ class SlotTable:
         """Store tokens of a draft as the first ones of a row."""
         n = len(drawn.tokens_N)
         self._store((row, slice(n)), drawn, weights)
-        self.ints[COUNT, row] = self.spared[row] = n
+        self.ints[COUNT, row] = self.num_reused_tokens[row] = n
         self.ints[POSITION, row] += n
 
     def _store(self, at: tuple[int | np.ndarray, slice | np.ndarray], drawn: Drawn, weights: int) -> None:
@@ -163,7 +163,7 @@ class SlotTable:
     def finished(self, row: int, reason: str, versions: np.ndarray, hidden: np.ndarray | None = None) -> Finished:
         id_, tokens, seconds = self.requests[row].id, self.sampled(row)[0].copy(), self.clock - self._clock_in[row]
         logp, confidence, raw_logp = self._reported(row)
-        more = confidence, hidden, raw_logp, int(self.spared[row])
+        more = confidence, hidden, raw_logp, int(self.num_reused_tokens[row])
         return Finished(id_, tokens, logp, versions, reason, float(seconds), *more)
 
     def remove(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -184,7 +184,7 @@ class SlotTable:
         for rows_last in (self.ints, self.floats):
             rows_last[:, targets] = rows_last[:, sources]
         flags, values = (self.greedy, self.confident, self.raw), (self.logp, self.confidence, self.raw_logp)
-        others = self.tokens, self.weights, self.penalty, self.context, self.spared, self._clock_in
+        others = self.tokens, self.weights, self.penalty, self.context, self.num_reused_tokens, self._clock_in
         for rows_first in (*flags, *values, *others):
             rows_first[targets] = rows_first[sources]
         moved = [self.requests[source] for source in sources]

@@ -242,8 +242,8 @@ class LocalEngine(SequenceEngine):
         ints = self._to_device(last_2M)
         output = self._backend.decode(ints[0], ints[1], self._cache, chunks)
         table.ints[col.POSITION, :n] += 1
-        table.spared[:n] += 1
-        table.spared[first_M] -= 1
+        table.num_reused_tokens[:n] += 1
+        table.num_reused_tokens[first_M] -= 1
         if np.array_equal(self._rows.of_N, np.arange(n)):
             return Output(output.hidden_NH[:n], output.logits_NV[:n])
         of_N = self._to_device(self._rows.of_N)
