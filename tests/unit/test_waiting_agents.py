@@ -185,16 +185,22 @@ def test_environments_of_tools_share_a_pool(tokenizer, monkeypatch):
 
 
 def test_objects_of_a_thread_are_no_mistake_of_the_policy(tokenizer):
-    connections = []
-    opener = threading.Thread(target=lambda: connections.append(sqlite3.connect(":memory:")))
-    opener.start()
-    opener.join()
+    connections = queue.Queue()
+    done = threading.Event()
+
+    def open_and_stay():  # else a later thread may have its number, and with that its connection
+        connections.put(sqlite3.connect(":memory:"))
+        done.wait(TIMEOUT_S)
+
+    threading.Thread(target=open_and_stay, daemon=True).start()
+    connection = connections.get()
 
     def count() -> int:
         """Counts."""
-        return connections[0].execute("SELECT 1").fetchone()[0]
+        return connection.execute("SELECT 1").fetchone()[0]
 
     (rollout,), _ = roll(tokenizer, with_tools(OneTurn(), [count]), [[call("count"), "1"]], [lambda completions: [1.0]])
+    done.set()
     assert rollout.reward is None
     assert "check_same_thread=False" in rollout.reason
 
