@@ -80,9 +80,9 @@ class ActiveRules:
         open_ = self._views(reached)
         pruned: list[tuple[Flight, Sibling, str]] = []
         for name, named in self._rules.items():
-            asked = [each for each in open_ if name in each[3]]
-            decisions = named.decide([view for _, _, view, _ in asked]) if asked else []
-            for (flight, sibling, _, gates), decision in zip(asked, decisions, strict=True):
+            undecided = [each for each in open_ if name in each[3]]
+            decisions = named.decide([view for _, _, view, _ in undecided]) if undecided else []
+            for (flight, sibling, _, gates), decision in zip(undecided, decisions, strict=True):
                 sibling.decided(decision)
                 sibling.rollout.decisions.append(decision)
                 if not decision.verdict.keep:
@@ -95,7 +95,7 @@ class ActiveRules:
         reached: Sequence[tuple[Flight, Sibling, Reached]],
     ) -> list[tuple[Flight, Sibling, GroupView, list[str]]]:
         """Return views of rollouts at a token, each with the gates that have not yet decided about it."""
-        found: list[tuple[Flight, Sibling, GroupView, list[str]]] = []
+        views: list[tuple[Flight, Sibling, GroupView, list[str]]] = []
         groups: dict[tuple[str, int, int], GroupView] = {}
         for flight, sibling, event in reached:
             at = (*flight.key, event.n)
@@ -120,8 +120,8 @@ class ActiveRules:
                 turn=len(sibling.rollout.turns),
             )
             before = {decision.gate for decision in sibling.rollout.decisions}
-            found.append((flight, sibling, view, [g for g in flight.token_gates[event.n] if g not in before]))
-        return found
+            views.append((flight, sibling, view, [g for g in flight.token_gates[event.n] if g not in before]))
+        return views
 
 
 def _needs(named: NamedRule) -> frozenset[str]:

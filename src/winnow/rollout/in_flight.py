@@ -48,7 +48,7 @@ class Sibling:
     """(token ids, sampled?, log-probs, versions), in order."""
     confidences: list[np.ndarray] = field(default_factory=list)
     raw_logps: list[np.ndarray] = field(default_factory=list)
-    said: list[tuple[int, ...]] = field(default_factory=list)
+    turn_tokens: list[tuple[int, ...]] = field(default_factory=list)
     """Tokens of each turn."""
     length: int = 0
     settings: TurnSettings = ANY_TURN
@@ -75,7 +75,7 @@ class Sibling:
     def sampled(self, turn: Finished) -> None:
         """Add what the engine sampled in a turn."""
         self.append(turn.token_ids, True, turn.logp, turn.versions)
-        self.said.append(tuple(turn.token_ids.tolist()))
+        self.turn_tokens.append(tuple(turn.token_ids.tolist()))
         if turn.raw_logp is not None:
             self.raw_logps.append(turn.raw_logp)
         self.rollout.seconds += turn.seconds
@@ -304,10 +304,12 @@ class Flight:
         It is the likeliest of those that followed the same turns, else the same last turn.
         """
         turn = len(sibling.rollout.turns)
-        said, turns = tuple(sibling.said), [*self.job.drafts, *(tuple(s.said) for s in self.siblings)]
-        alike = [draft[turn] for draft in turns if draft[:turn] == said and turn < len(draft)]
-        after = [b for draft in turns for a, b in pairwise(draft) if a == said[-1]] if said and not alike else []
-        return likeliest(alike or after)
+        before = tuple(sibling.turn_tokens)
+        rollouts = [*self.job.drafts, *(tuple(s.turn_tokens) for s in self.siblings)]
+        alike = [turns[turn] for turns in rollouts if turns[:turn] == before and turn < len(turns)]
+        if alike or not before:
+            return likeliest(alike)
+        return likeliest([b for turns in rollouts for a, b in pairwise(turns) if a == before[-1]])
 
     def cut(self, reason: str) -> None:
         """End all rollouts. Those that had ended keep `rewards` for display, but no `reward`."""

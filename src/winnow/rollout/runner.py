@@ -33,8 +33,7 @@ from .answers import OVERLAP, PATIENCE_S, Answers, Awaited
 from .gate_rules import ActiveRules
 from .history import append_or_restart, begin
 from .in_flight import Flight, Sibling, described, siblings_of
-from .options import RolloutOptions, check_drafts
-from .turn_request import turn_length_of, turn_request
+from .options import RolloutOptions, check_drafts, turn_length_of, turn_request
 
 
 class RolloutRunner:
@@ -99,7 +98,7 @@ class RolloutRunner:
                 sibling.fail(f"could not start: {described(error)}")
                 continue
             self._submit(flight, sibling)
-        self._settle(flight)
+        self._close_if_ended(flight)
 
     def _begin(self, job: Job, sibling: Sibling, observation: str | None) -> None:
         sibling.rollout.prompt_ids = self._encode(job, observation)
@@ -216,7 +215,7 @@ class RolloutRunner:
             else:
                 self._step_env(flight, sibling, turn)
         for flight in {id(flight): flight for flight, _ in (self._whose(f.id) for f in finished)}.values():
-            self._settle(flight)
+            self._close_if_ended(flight)
 
     def _whose(self, request: Any) -> tuple[Flight, Sibling]:
         purpose, number, sibling = request
@@ -277,7 +276,7 @@ class RolloutRunner:
                 if sibling.running:
                     sibling.fail(f"the environment failed: {described(error)}")
         for flight in {a.flight.key: a.flight for a in due}.values():
-            self._settle(flight)
+            self._close_if_ended(flight)
 
     def _step_env(self, flight: Flight, sibling: Sibling, turn: Turn) -> None:
         env, whole = sibling.env, decode_whole(self.tokenizer, sibling.last_sampled())
@@ -285,9 +284,9 @@ class RolloutRunner:
             whole = cut_at_stop(whole, self._stop(flight, sibling))
         tokens = turn.stop - turn.start
         before = sibling.context_length - tokens
-        said = ModelTurn(turn.action, turn.stop_reason, turn.stop_string, whole, before, tokens)
+        action = ModelTurn(turn.action, turn.stop_reason, turn.stop_string, whole, before, tokens)
         try:
-            answer = env.start_step(said) if isinstance(env, OverlappingEnv) else env.step(said)  # type: ignore[union-attr]
+            answer = env.start_step(action) if isinstance(env, OverlappingEnv) else env.step(action)  # type: ignore[union-attr]
             if not self._is_later(flight, sibling, answer):
                 self._observed(flight, sibling, answer)
         except (Exception, SystemExit) as error:
@@ -351,7 +350,7 @@ class RolloutRunner:
         for _, sibling, reason in pruned:
             sibling.finish("cancelled", fate=Fate.PRUNED, reason=reason)
         for flight in {flight.key: flight for flight, *_ in pruned}.values():
-            self._settle(flight)
+            self._close_if_ended(flight)
 
     def _cancel(self, siblings: Sequence[tuple[Flight, Sibling]]) -> None:
         """Cancel siblings in the engine and keep the tokens of their unfinished turns."""
@@ -375,7 +374,7 @@ class RolloutRunner:
         self._flights, self._answers = {}, Answers()
         return groups
 
-    def _settle(self, flight: Flight) -> None:
+    def _close_if_ended(self, flight: Flight) -> None:
         """Open a barrier that all have reached; close the group when none runs."""
         while flight.undecided and any(s.running for s in flight.gated):
             k = flight.undecided[0][0]
