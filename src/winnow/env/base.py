@@ -49,10 +49,10 @@ class StepResult:
     @property
     def progress(self) -> float | None:
         """Return `info["progress"]`. Raises TypeError or ValueError unless it is a number in [0, 1]."""
-        given = self.info.get("progress")
-        if given is not None and not 0 <= float(given) <= 1:
-            raise ValueError(f"{given} is not in [0, 1]")
-        return None if given is None else float(given)
+        progress = self.info.get("progress")
+        if progress is not None and not 0 <= float(progress) <= 1:
+            raise ValueError(f"{progress} is not in [0, 1]")
+        return None if progress is None else float(progress)
 
 
 class ModelTurn(str):
@@ -78,11 +78,11 @@ class ModelTurn(str):
         prompt_tokens: int = 0,
         tokens: int = 0,
     ) -> ModelTurn:
-        said = super().__new__(cls, text)
-        said.stop_reason, said.stop_string = stop_reason, stop_string
-        said.whole = text if whole is None else whole
-        said.prompt_tokens, said.tokens = prompt_tokens, tokens
-        return said
+        turn = super().__new__(cls, text)
+        turn.stop_reason, turn.stop_string = stop_reason, stop_string
+        turn.whole = text if whole is None else whole
+        turn.prompt_tokens, turn.tokens = prompt_tokens, tokens
+        return turn
 
 
 def before_stop(text: str) -> str:

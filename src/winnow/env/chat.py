@@ -59,10 +59,10 @@ def variables_of(template: str) -> frozenset[str] | None:
 
 def template_variables(tokenizer: Any) -> frozenset[str] | None:
     """Return the variables that a row may give to the tokenizer's templates; None if one cannot be parsed."""
-    found = [variables_of(template) for template in templates_of(tokenizer).values()]
-    if None in found:
+    variables = [variables_of(template) for template in templates_of(tokenizer).values()]
+    if None in variables:
         return None
-    return frozenset[str]().union(*(each or () for each in found)) - {"messages", "add_generation_prompt"}
+    return frozenset[str]().union(*(each or () for each in variables)) - {"messages", "add_generation_prompt"}
 
 
 def rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
@@ -155,9 +155,9 @@ def _continued(tokenizer: Any, messages: Sequence[Message], options: Mapping[str
         if refusal is not None:
             raise refusal from None
         return text
-    header, found, _ = marked.partition(_MARK)
+    header, mark, _ = marked.partition(_MARK)
     choices = [] if refusal is not None else [text]
-    choices += [header + last["content"]] if found else []
+    choices += [header + last["content"]] if mark else []
     tag = opening[1] if opening else ""
     opened = bool(tag) and ready.rstrip().endswith(tag)
     choices.append((ready.rstrip().removesuffix(tag) if opened else ready) + last["content"])
@@ -289,8 +289,8 @@ def _ends_with(tokenizer: Any, sampled: np.ndarray, text: str) -> bool:
 
 
 def _behind(mark: str, text: str) -> str:
-    _, found, tail = text.rpartition(mark)
-    if not found:
+    _, separator, tail = text.rpartition(mark)
+    if not separator:
         raise PromptError("the chat template leaves out what the assistant said or called once more follows")
     return tail
 

@@ -26,11 +26,11 @@ from .row_files import DataError, Row
 from .rows import has_splits, may_be_sliced, read_rows, rows_of
 from .synthetic_data import PREFIX
 
-MARKS = {"instruction": "alpaca", "conversations": "sharegpt"}
+PRESET_COLUMNS = {"instruction": "alpaca", "conversations": "sharegpt"}
 """Columns by which rows of a preset are known."""
 OF_WHOLE_CHATS = ("messages", "conversations")
 """Columns that usually hold the solution, too."""
-SHOWN = 5
+MAX_IDS = 5
 """Ids named in an error message."""
 
 
@@ -203,13 +203,17 @@ def _written_messages(text: str) -> list[Any] | None:
         return None
     for read in (json.loads, ast.literal_eval):
         try:
-            found = read(text.strip())
+            value = read(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        found = [found] if isinstance(found, dict) else found
-        if found and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in found):
-            return list(found)
+        messages = [value] if isinstance(value, dict) else value
+        if messages and all(map(_is_message, messages)):
+            return list(messages)
     return None
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _given_id(row: Row, config: DatasetConfig) -> str | None:
@@ -229,7 +233,8 @@ def _prompt_of(row: Row, config: DatasetConfig, as_json: list[str]) -> tuple[str
     column = config.prompt_column
     if column not in row.values:
         has = list(row.values)
-        preset = next((f"use preset: {name}" for mark, name in MARKS.items() if mark in has), "choose a preset")
+        presets = [f"use preset: {name}" for known, name in PRESET_COLUMNS.items() if known in has]
+        preset = presets[0] if presets else "choose a preset"
         raise DataError(
             f"{row.where}: no column '{column}' (columns: {', '.join(sorted(has))}).{nearest(column, has)} "
             f"Name it with prompt_column, or {preset}"
@@ -296,16 +301,16 @@ def _check_text(text: str, where: str) -> None:
 def _first_with(digests_N: np.ndarray) -> np.ndarray:
     """Return int64 [N]: for each row, the first row with the same content."""
     _, first, inverse_N = np.unique(digests_N, return_index=True, return_inverse=True)
-    found: np.ndarray = first[inverse_N]
-    return found
+    first_N: np.ndarray = first[inverse_N]
+    return first_N
 
 
 def _refuse_overlap(train: StoredPrompts, test: StoredPrompts) -> None:
     first_N = _first_with(np.concatenate([train.digests(), test.digests()]))
     shared = np.flatnonzero(first_N[len(train) :] < len(train)).tolist()
     if shared:
-        named = ", ".join(test[i].id for i in shared[:SHOWN])
-        more = f" and {len(shared) - SHOWN} more" if len(shared) > SHOWN else ""
+        named = ", ".join(test[i].id for i in shared[:MAX_IDS])
+        more = f" and {len(shared) - MAX_IDS} more" if len(shared) > MAX_IDS else ""
         raise DataError(
             f"test: {len(shared)} of {len(test)} prompts are also in the training data: {named}{more}; remove them "
             "from one side, or use test_size"

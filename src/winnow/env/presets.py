@@ -100,8 +100,8 @@ def _text(row: Row, column: str) -> str:
     value = row.values.get(column)
     if not isinstance(value, str) or not value.strip():
         has = ", ".join(sorted(row.values))
-        found = "is missing" if column not in row.values else f"must be text that is not empty, found {value!r:.60}"
-        raise DataError(f"{row.where}: column '{column}' {found} (columns: {has})")
+        fault = "is missing" if column not in row.values else f"must be text that is not empty, found {value!r:.60}"
+        raise DataError(f"{row.where}: column '{column}' {fault} (columns: {has})")
     return value
 
 

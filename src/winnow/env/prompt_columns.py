@@ -43,7 +43,7 @@ def template_values(row: Row, prompt_column: str, *, in_chat: bool) -> dict[str,
     Both may be written as JSON. `in_chat`: the prompt is a list of messages. `tools` that are names, or belong to a
     row of plain text, are a column (see `unshown_columns`). Raises DataError naming the column.
     """
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     for column, read in ((VALUES, _values), (TOOLS, _schemas)):
         given = row.values.get(column)
         if column == prompt_column or is_empty(given) or (column == TOOLS and _only_named(given, in_chat)):
@@ -55,8 +55,8 @@ def template_values(row: Row, prompt_column: str, *, in_chat: bool) -> dict[str,
                 f"{where} is for a chat template, and this prompt is plain text; give messages, or remove the column, "
                 f"{RENAME}"
             )
-        found |= values
-    return found
+        variables |= values
+    return variables
 
 
 def _only_named(tools: Any, in_chat: bool) -> bool:

@@ -233,9 +233,9 @@ class StoredPrompts(Sequence[Prompt]):
         """Return the same prompts with `change` applied to each."""
         return StoredPrompts(self._store, self._prompt_column, self._rows_N, change)
 
-    def part(self, wanted_N: np.ndarray) -> StoredPrompts:
-        """Return prompts of the rows where `wanted_N`, bool [N] over all rows of the store, is true."""
-        return StoredPrompts(self._store, self._prompt_column, np.flatnonzero(wanted_N), self._change)
+    def part(self, chosen_N: np.ndarray) -> StoredPrompts:
+        """Return prompts of the rows where `chosen_N`, bool [N] over all rows of the store, is true."""
+        return StoredPrompts(self._store, self._prompt_column, np.flatnonzero(chosen_N), self._change)
 
     def longest(self, n: int) -> list[Prompt]:
         """Return the `n` prompts with the most characters."""
@@ -244,8 +244,8 @@ class StoredPrompts(Sequence[Prompt]):
 
     def digests(self) -> np.ndarray:
         """See `Store.digests`."""
-        found: np.ndarray = self._store.digests()[self._rows_N]
-        return found
+        digests_N: np.ndarray = self._store.digests()[self._rows_N]
+        return digests_N
 
     def _prompt(self, ordinal: int) -> Prompt:
         row = int(self._rows_N[ordinal])

@@ -15,7 +15,7 @@ from .synthetic_data import PREFIX, made_rows
 
 SAVED = "state.json"
 """File of a directory of `Dataset.save_to_disk`."""
-MOST_UNCOUNTED = 10_000_000
+MAX_UNCOUNTED_ROWS = 10_000_000
 """Rows after which an iterable without a length counts as endless."""
 
 
@@ -66,10 +66,10 @@ def _made(source: str, split: str) -> Iterator[Row]:
 
 def _files(source: str) -> list[Path]:
     if has_magic(source):
-        found = sorted(path for p in glob(source, recursive=True) if (path := Path(p)).is_file())
-        if not found:
+        files = sorted(path for p in glob(source, recursive=True) if (path := Path(p)).is_file())
+        if not files:
             raise DataError(f"{source}: no file matches")
-        return found
+        return files
     path = Path(source).expanduser()
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*") if p.name.endswith(SUFFIXES)] if path.parent.is_dir() else []
@@ -124,9 +124,9 @@ def rows_of(data: Iterable[Any], name: str) -> Iterator[Row]:
     uncounted, number = not hasattr(data, "__len__"), 0
     for number, values in enumerate(_one_by_one(data), start=1):
         if not isinstance(values, Mapping):
-            found = type(values).__name__
-            raise DataError(f'{name}, row {number}: expected a mapping like {{"prompt": ...}}, found {found}')
-        if uncounted and number > MOST_UNCOUNTED:
+            kind = type(values).__name__
+            raise DataError(f'{name}, row {number}: expected a mapping like {{"prompt": ...}}, found {kind}')
+        if uncounted and number > MAX_UNCOUNTED_ROWS:
             raise _endless(data, name)
         yield Row(f"{name}, row", number, dict(values))
     if not number:
@@ -150,6 +150,6 @@ def _endless(data: Any, name: str) -> DataError:
     kind = type(data).__name__
     take = f"{name}.take(n)" if hasattr(data, "take") else f"itertools.islice({name}, n)"
     return DataError(
-        f"{name}: a {kind} has no length, and no end within {MOST_UNCOUNTED:,} rows; training needs a number of "
+        f"{name}: a {kind} has no length, and no end within {MAX_UNCOUNTED_ROWS:,} rows; training needs a number of "
         f"prompts that is known at the start: give {take}, or a list, a Dataset or a file"
     )

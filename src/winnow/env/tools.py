@@ -62,7 +62,7 @@ def parse_tool_calls(text: str) -> list[Call]:
     One malformed call voids all, as in TRL.
     """
     try:
-        return [_checked(json.loads(found)) for found in _between(text, _OPEN, _CLOSE)]
+        return [_checked(json.loads(call)) for call in _between(text, _OPEN, _CLOSE)]
     except (ValueError, RecursionError):
         return []
 

@@ -41,11 +41,11 @@ def grade(text: str, gold: str) -> float:
 
 def final_answer(text: str) -> str | None:
     r"""Return the last `\boxed{}`, `Answer:` line, `####` line or `<answer>` tag of a text, or None."""
-    found = [(m.start(), m[1]) for pattern in (_LINE, _HASHES, _TAGS) for m in pattern.finditer(text)]
+    answers = [(m.start(), m[1]) for pattern in (_LINE, _HASHES, _TAGS) for m in pattern.finditer(text)]
     boxed = last_boxed(text)
     if boxed is not None:
-        found.append((text.rindex("\\boxed{" + boxed), boxed))
-    return max(found)[1].strip() if found else None
+        answers.append((text.rindex("\\boxed{" + boxed), boxed))
+    return max(answers)[1].strip() if answers else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -89,7 +89,7 @@ def same_answers(texts: Sequence[str]) -> list[str | None]:
 
     Compared in worker processes, like rewards; answers that cannot be compared in time count as different.
     """
-    found: list[str | None] = []
+    answers: list[str | None] = []
     first: dict[str, str] = {}
     for text in texts:
         answer = final_answer(text)
@@ -97,12 +97,12 @@ def same_answers(texts: Sequence[str]) -> list[str | None]:
             calls = [
                 shared_pool().call("winnow.env.rewards.math:grade", {"text": _boxed(plain), "gold": a}) for a in first
             ]
-            first[plain] = next((a for a, call in zip(first, calls, strict=True) if _said_yes(call)), plain)
-        found.append(None if answer is None else first[_plain(answer)])
-    return found
+            first[plain] = next((a for a, call in zip(first, calls, strict=True) if _is_right(call)), plain)
+        answers.append(None if answer is None else first[_plain(answer)])
+    return answers
 
 
-def _said_yes(call: Future[Any]) -> bool:
+def _is_right(call: Future[Any]) -> bool:
     try:
         return bool(call.result())
     except WorkerError:

@@ -47,11 +47,11 @@ def arguments_each(
     arguments: Arguments, completions: Sequence[Any], columns: Mapping[str, list[Any]]
 ) -> list[dict[str, Any]]:
     """Return arguments for each completion's call. Raises ValueError or TypeError for a missing or non-JSON column."""
-    found = []
+    calls = []
     for i, completion in enumerate(completions):
         row = {name: values[i] for name, values in columns.items()}
-        found.append(arguments(completion_text(completion), row))
-    return found
+        calls.append(arguments(completion_text(completion), row))
+    return calls
 
 
 def completion_text(completion: Any) -> str:

@@ -72,17 +72,17 @@ class RewardModel:
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[float | Exception | None]:
         """Return a score for each completion, or the error that prevented it."""
-        found: list[float | Exception | None] = [None] * len(completions)
+        scores: list[float | Exception | None] = [None] * len(completions)
         rows: dict[int, list[int]] = {}
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             try:
                 rows[i] = self._encoded(prompt, completion)
             except Exception as error:  # any error of a chat template
-                found[i] = error
+                scores[i] = error
         for part in _parts(rows):
             for i, score in zip(part, self._scores([rows[i] for i in part]), strict=True):
-                found[i] = score
-        return found
+                scores[i] = score
+        return scores
 
     def _encoded(self, prompt: Any, completion: Any) -> list[int]:
         if isinstance(prompt, str):

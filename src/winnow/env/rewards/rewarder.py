@@ -29,13 +29,15 @@ from ..workers.functions import (
     LOGGERS,
     VERL_ARGUMENTS,
     RewardLogs,
+    awaited,
     compares_siblings,
     describe_error,
     function_name,
     load_function,
     parameters_of,
+    resolved,
 )
-from ..workers.signals import awaited_noticing, called_noticing
+from ..workers.signals import noticing_signals
 from ..workers.worker import WorkerError
 from .pending import PendingRewards, RewardFunction, ScoredGroup, unique_names
 from .pooled import PooledReward, arguments_each, verl_arguments
@@ -184,7 +186,7 @@ class Rewarder:
         self._warn_of_signals()
         self._work = [work for work in self._work if work not in finished]
         for work in finished:
-            self._settle(work)
+            self._complete(work)
         return [work.group for work in finished]
 
     def _warn_of_signals(self) -> None:
@@ -209,11 +211,10 @@ class Rewarder:
         if isinstance(spec, str) and spec in BUILTIN:
             spec = load_function(BUILTIN[spec])
         if (model := _reward_model(spec, self._device)) is not None:
-            asked = dict.fromkeys(("prompts", "completions"), True)
-            return RewardFunction(function_name(model), weight, asked, call=model, model=model)
+            parameters = dict.fromkeys(("prompts", "completions"), True)
+            return RewardFunction(function_name(model), weight, parameters, call=model, model=model)
         if isinstance(spec, PooledReward):
-            asked = dict.fromkeys(spec.columns, True)
-            parameters = {**asked, "**": False}
+            parameters = {**dict.fromkeys(spec.columns, True), "**": False}
             return RewardFunction(function_name(spec), weight, parameters, target=spec.target, arguments=spec.arguments)
         if isinstance(spec, str):
             return self._by_name(spec, weight)
@@ -238,12 +239,12 @@ class Rewarder:
                 "'owner/model' of the hub"
             )
         try:
-            found = self._pool.call("winnow.env.workers.functions:inspect_function", {"target": target}).result()
+            known = self._pool.call("winnow.env.workers.functions:inspect_function", {"target": target}).result()
         except WorkerError as error:
             raise TargetError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
-        if set(VERL_ARGUMENTS) <= set(found["parameters"]):
-            return RewardFunction(found["name"], weight, {"**": False}, target=target, arguments=verl_arguments)
-        return RewardFunction(found["name"], weight, found["parameters"], target=target, compares=found["compares"])
+        if set(VERL_ARGUMENTS) <= set(known["parameters"]):
+            return RewardFunction(known["name"], weight, {"**": False}, target=target, arguments=verl_arguments)
+        return RewardFunction(known["name"], weight, known["parameters"], target=target, compares=known["compares"])
 
     def _begin(self, function: RewardFunction, rollouts: list[Rollout], arguments: dict[str, Any]) -> PendingRewards:
         n = len(rollouts)
@@ -290,11 +291,18 @@ class Rewarder:
     def _in_process(self, function: RewardFunction, arguments: dict[str, Any]) -> Future[Any]:
         assert function.call is not None
         bound, notice = partial(function.call, **arguments), partial(self._signals.add, function.name)
-        if _is_async(bound):
-            return self._calls.submit_async(partial(awaited_noticing, bound, notice))
-        return self._calls.submit(partial(called_noticing, bound, notice))
 
-    def _settle(self, work: ScoredGroup) -> None:
+        def call() -> Any:
+            with noticing_signals(notice):
+                return awaited(bound())
+
+        async def call_async() -> Any:
+            with noticing_signals(notice):
+                return await resolved(bound())
+
+        return self._calls.submit_async(call_async) if _is_async(bound) else self._calls.submit(call)
+
+    def _complete(self, work: ScoredGroup) -> None:
         by_rollout: dict[int, list[Outcome]] = {id(rollout): [] for rollout in work.rollouts}
         for pending in work.pending:
             outcomes = pending.outcomes()
@@ -311,7 +319,7 @@ class Rewarder:
         for rollout in work.rollouts:
             self._write(rollout, by_rollout[id(rollout)])
 
-    def _said(self, function: RewardFunction, error: Exception) -> str:
+    def _cause(self, function: RewardFunction, error: Exception) -> str:
         if isinstance(error, WorkerError):
             return self._workers.with_hidden(error.detail)
         return describe_error(error) + (f"; {NO_SIGNALS}" if function.name in self._signals else "")
@@ -321,7 +329,7 @@ class Rewarder:
         judged = list(zip(self._functions, outcomes, strict=True))
         rollout.rewards = {f.name: None if isinstance(o, Exception) else o for f, o in judged}
         values = [f.weight * o for f, o in judged if isinstance(o, float)]
-        cause = next((f"reward {f.name}: {self._said(f, o)}" for f, o in judged if isinstance(o, Exception)), "")
+        cause = next((f"reward {f.name}: {self._cause(f, o)}" for f, o in judged if isinstance(o, Exception)), "")
         if not cause and not values:
             cause = "no reward function applied"
         if not cause and not abs(sum(values)) <= MAX_REWARD:

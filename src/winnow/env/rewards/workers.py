@@ -42,8 +42,8 @@ class RewardWorkers:
         if target is None:
             return ""
         *_, last = pool.printed.get(target, "").splitlines() or [""]
-        said = f"it printed: {last[:MAX_PRINTED]}" if last else ""
-        return redact(self.with_hidden(said, pool.unset.get(target, ())), self.env)
+        cause = f"it printed: {last[:MAX_PRINTED]}" if last else ""
+        return redact(self.with_hidden(cause, pool.unset.get(target, ())), self.env)
 
     def with_hidden(self, cause: str, missed: Iterable[str] = ()) -> str:
         """Return the cause of a failure, with the remedy if it names a variable set here and hidden from workers.

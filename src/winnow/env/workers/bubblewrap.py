@@ -66,7 +66,7 @@ def bubblewrapped(python: str, disk_mb: int, files: int, shown: Sequence[str] = 
     except KeyError as error:
         raise SandboxError(f"sandbox: no system-call filter for the machine {error}; use x86_64 or aarch64") from None
     # The owner is root of its own user namespace, where it may mount; bubblewrap cannot limit the number of files.
-    mounted = [found("unshare"), "--user", "--map-root-user", "--mount", "--", "/bin/sh", "-c", _MOUNT, "sh"]
+    mounted = [util_linux("unshare"), "--user", "--map-root-user", "--mount", "--", "/bin/sh", "-c", _MOUNT, "sh"]
     command = [*mounted, str(disk_mb << 20), str(files + 1), bwrap, "--unshare-all", "--unshare-user"]
     command += ["--uid", "65534", "--gid", "65534", "--disable-userns", "--hostname", "sandbox"]
     command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--ro-bind", "/usr", "/usr"]
@@ -85,7 +85,7 @@ def bubblewrapped(python: str, disk_mb: int, files: int, shown: Sequence[str] = 
     return command
 
 
-def found(name: str) -> str:
+def util_linux(name: str) -> str:
     """Return the path of a program of util-linux. Raises SandboxError if it is missing."""
     path = shutil.which(name, path="/usr/bin:/bin")
     if path is None:
@@ -109,11 +109,11 @@ def _installation(python: str) -> list[str]:
         raise SandboxError(f"sandbox: there is no interpreter {python}; set python to one that everybody may read")
     if Path(os.path.realpath(python)).is_relative_to("/usr") and Path(python).is_relative_to("/usr"):
         return []
-    asked = subprocess.run(
+    paths = subprocess.run(
         [python, "-I", "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    return [path for path in dict.fromkeys(asked.stdout.split("\n")) if path and not path.startswith("/usr/")]
+    return [path for path in dict.fromkeys(paths.stdout.split("\n")) if path and not path.startswith("/usr/")]

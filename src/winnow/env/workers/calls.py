@@ -43,7 +43,7 @@ class Owed:
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
 
-    def settle(self, function: Callable[[], Any]) -> None:
+    def complete(self, function: Callable[[], Any]) -> None:
         """Set the outcome to the value a function returns or the error it raises."""
         try:
             self.succeed(function())
@@ -62,22 +62,24 @@ class Owed:
 
 
 def converted(
-    answer: Future[Any], convert: Callable[[Any], Any], told: Callable[[BaseException], BaseException] = lambda e: e
+    answer: Future[Any],
+    convert: Callable[[Any], Any],
+    convert_error: Callable[[BaseException], BaseException] = lambda e: e,
 ) -> Future[Any]:
-    """Return a future of `convert` applied to another one's result, and of `told` to its error."""
+    """Return a future of `convert` applied to another one's result, and of `convert_error` to its error."""
     owed = Owed()
 
-    def settle(done: Future[Any]) -> None:
+    def complete(done: Future[Any]) -> None:
         if done.cancelled():
             owed.future.cancel()
             return
         error = done.exception()
         if error is None:
-            owed.settle(lambda: convert(done.result()))
+            owed.complete(lambda: convert(done.result()))
         else:
-            owed.fail(told(error))
+            owed.fail(convert_error(error))
 
-    answer.add_done_callback(settle)
+    answer.add_done_callback(complete)
     return owed.future
 
 
@@ -89,7 +91,7 @@ class _Call(Owed):
 
     def run(self) -> None:
         self.started = time.monotonic()
-        self.settle(self.function)
+        self.complete(self.function)
 
 
 class Deadlines:
@@ -267,7 +269,7 @@ class _Lane:
 
 
 async def _run(call: _Call, timeout_s: float) -> None:
-    """Settle a call. All errors end here: SystemExit or KeyboardInterrupt would end the event loop and later calls."""
+    """Complete a call. All errors end here: SystemExit or KeyboardInterrupt would end the loop and later calls."""
     try:
         async with asyncio.timeout(timeout_s):
             call.succeed(await call.function())

@@ -23,24 +23,24 @@ _OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 def load_function(target: str) -> Callable[..., Any]:
     """Import the function named by `target`. Raises TargetError, or any error the module raises when imported."""
-    found: Callable[..., Any] = load(target)
-    if not callable(found):
+    function: Callable[..., Any] = load(target)
+    if not callable(function):
         name = target.rpartition(":")[2]
-        raise TargetError(f"'{target}': '{name}' is a {type(found).__name__}, not a function")
-    return found
+        raise TargetError(f"'{target}': '{name}' is a {type(function).__name__}, not a function")
+    return function
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, bool]:
     """Return the names of a function's parameters -> whether each is required; `**` means any keyword."""
-    found = {}
+    required = {}
     for name, p in inspect.signature(function).parameters.items():
         if p.kind is p.VAR_KEYWORD:
-            found["**"] = False
+            required["**"] = False
         elif p.kind is p.POSITIONAL_ONLY:
             raise TargetError(f"{function_name(function)}: argument '{name}' cannot be given by name")
         elif p.kind is not p.VAR_POSITIONAL:
-            found[name] = p.default is p.empty
-    return found
+            required[name] = p.default is p.empty
+    return required
 
 
 def compares_siblings(function: Any) -> bool | None:

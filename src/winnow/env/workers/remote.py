@@ -72,12 +72,12 @@ class RemoteEnv:
     def start_reset(self) -> Future[str | None]:
         self._home.living.add(self._serial)
         answer = self._call("host_reset", target=self._target, kwargs=self._kwargs)
-        return converted(answer, lambda observation: observation, self._told)
+        return converted(answer, lambda observation: observation, self._as_lost)
 
     def start_step(self, text: str) -> Future[StepResult]:
-        said = vars(text) if isinstance(text, ModelTurn) else {}
-        answer = self._call("host_step", text=text, said=said)
-        return converted(answer, lambda values: StepResult(**values), self._told)
+        turn = vars(text) if isinstance(text, ModelTurn) else {}
+        answer = self._call("host_step", text=text, turn=turn)
+        return converted(answer, lambda values: StepResult(**values), self._as_lost)
 
     def close(self) -> None:
         """Close without waiting. Pending answers come first."""
@@ -89,7 +89,7 @@ class RemoteEnv:
     def _call(self, function: str, **arguments: Any) -> Future[Any]:
         return self._home.workers.call(f"{__name__}:{function}", {"serial": self._serial, **arguments})
 
-    def _told(self, error: BaseException) -> BaseException:
+    def _as_lost(self, error: BaseException) -> BaseException:
         """Return the error raised by the environment, or the cause of its loss."""
         if not isinstance(error, WorkerError):
             return error
@@ -120,10 +120,10 @@ def host_reset(serial: int, target: str, kwargs: dict[str, Any]) -> str | None:
     return observation
 
 
-def host_step(serial: int, text: str, said: dict[str, Any]) -> dict[str, Any]:
+def host_step(serial: int, text: str, turn: dict[str, Any]) -> dict[str, Any]:
     if serial not in _hosted:
         raise NotHostedError(f"environment {serial}")
-    result = awaited(_hosted[serial].step(ModelTurn(text, **said) if said else text))
+    result = awaited(_hosted[serial].step(ModelTurn(text, **turn) if turn else text))
     if not isinstance(result, StepResult):
         raise TypeError(f"step() must return a StepResult, not {type(result).__name__}")
     return asdict(result)

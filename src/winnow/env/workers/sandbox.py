@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from ...base.child import Child, GroupProcess
-from .bubblewrap import SandboxError, advice, bubblewrapped, found, slot_user, temporary
+from .bubblewrap import SandboxError, advice, bubblewrapped, slot_user, temporary, util_linux
 from .seccomp import program
 
 MAX_OUTPUT_BYTES = 1_000_000
@@ -142,7 +142,7 @@ class Sandbox:
             return Outcome(stdout, stderr, None, timed_out=stopped == "time", truncated=stopped == "output")
         if self._closed:  # bubblewrap may still have reported its child's exit
             raise SandboxError("the sandbox was closed")
-        if not o.unsafe and (status := process.told("exit-code")) is None:
+        if not o.unsafe and (status := process.reported("exit-code")) is None:
             why = stderr.strip()[-300:] or "it was killed"
             raise SandboxError(f"sandbox: could not be started: {why}{advice(why)}")
         assert status is not None
@@ -153,9 +153,9 @@ class Sandbox:
         outcome = self.run("import os\nprint(6 * 7, os.path.exists('/etc'), os.getpid())")
         expected = None if self.options.unsafe else "42 False 1\n"
         if outcome.exit_code != 0 or (expected and outcome.stdout != expected):
-            said = outcome.stderr.strip() or outcome.stdout.strip() or f"exit status {outcome.exit_code}"
+            output = outcome.stderr.strip() or outcome.stdout.strip() or f"exit status {outcome.exit_code}"
             raise SandboxError(
-                f"sandbox: a first program did not come through: {said[-300:]}. Is {self.options.python} there, and "
+                f"sandbox: a first program did not come through: {output[-300:]}. Is {self.options.python} there, and "
                 "readable for everybody?"
             )
 
@@ -167,7 +167,7 @@ class _Program(GroupProcess):
         self._status = status
         super().__init__(command, **options)
 
-    def told(self, key: str) -> int | None:
+    def reported(self, key: str) -> int | None:
         """Return bubblewrap's report: `child-pid` once the child runs, `exit-code` at the end."""
         text = os.pread(self._status.fileno(), 65_536, 0).decode("utf-8", "replace")
         for line in text.splitlines():
@@ -179,7 +179,7 @@ class _Program(GroupProcess):
     def kill(self) -> None:
         """Kill the first process inside, which ends all others, and bubblewrap itself."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self.poll() is None and (inside := self.told("child-pid")) is not None:
+            if self.poll() is None and (inside := self.reported("child-pid")) is not None:
                 os.kill(inside, signal.SIGKILL)
         super().kill()
 
@@ -202,4 +202,4 @@ def _limits(o: SandboxOptions) -> list[str]:
     }
     if not o.unsafe:  # without its own namespace it would count all of the user's processes
         limits["nproc"] = o.processes
-    return [found("prlimit"), *(f"--{name}={value}:{value}" for name, value in limits.items()), "--"]
+    return [util_linux("prlimit"), *(f"--{name}={value}:{value}" for name, value in limits.items()), "--"]

@@ -6,12 +6,10 @@ Such code (math-verify's own timeouts, `signal.alarm` in a tool) often catches t
 from __future__ import annotations
 
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-
-from .functions import awaited, resolved
 
 _notice: ContextVar[Callable[[], None] | None] = ContextVar("notice", default=None)
 _set_handler = signal.signal
@@ -26,18 +24,6 @@ def noticing_signals(notice: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _notice.reset(token)
-
-
-def called_noticing(call: Callable[[], Any], notice: Callable[[], None]) -> Any:
-    """Return a function's result, awaited if necessary."""
-    with noticing_signals(notice):
-        return awaited(call())
-
-
-async def awaited_noticing(call: Callable[[], Awaitable[Any]], notice: Callable[[], None]) -> Any:
-    """Await an async function on the current event loop, otherwise like `called_noticing`."""
-    with noticing_signals(notice):
-        return await resolved(call())
 
 
 def _noticed(signalnum: Any, handler: Any) -> Any:

@@ -154,7 +154,7 @@ class AgentEnv:
             self._refused.append(request)
 
     def _run(self) -> None:
-        self._ended.settle(self._returned)
+        self._ended.complete(self._returned)
         with self._lock:
             if self._with_policy is not None:
                 self._with_policy.outlived = not self._with_policy.reply.future.done()
@@ -174,7 +174,7 @@ class AgentEnv:
     def _pass_on(self) -> None:
         """Give the policy the agent's end or, if it has no request, the next one."""
         if self._ended.future.done():
-            self._next.settle(self._ended.future.result)
+            self._next.complete(self._ended.future.result)
             return
         while self._with_policy is None and self._waiting:
             request = self._waiting.popleft()
@@ -226,8 +226,8 @@ class AgentEnv:
     def abandoned(self) -> list[int]:
         """Turns whose answer nobody waited for."""
         with self._lock:
-            asked = [*self._answered, *([] if self._with_policy is None else [self._with_policy])]
-            return [turn for turn, request in enumerate(asked) if request.abandoned]
+            requests = [*self._answered, *([] if self._with_policy is None else [self._with_policy])]
+            return [turn for turn, request in enumerate(requests) if request.abandoned]
 
     def start_reward(self) -> Future[float | dict[str, float] | None]:
         """At a limit, refuse pending and later requests; give what the agent returns."""
@@ -245,26 +245,26 @@ class AgentEnv:
             for owed in (self._next, *(request.reply for request in self._requests)):
                 owed.fail(OverError())
 
-    async def _asked(self) -> NextMessages | Returned:
+    async def _next_request(self) -> NextMessages | Returned:
         """Return the agent's next request: its messages after the last answer, or all of them. Raises its error."""
-        asked: NextMessages | Returned = await asyncio.wrap_future(self._next.future)
-        return asked
+        request: NextMessages | Returned = await asyncio.wrap_future(self._next.future)
+        return request
 
     async def _first(self) -> str | None:
         try:
-            asked = await self._asked()
+            request = await self._next_request()
         except asyncio.CancelledError:  # its time is over
             waited = f"took over {self._deadlines.timeout_s:g} s without asking the policy anything"
             raise TimeoutError(f"{self.label} {waited}{self._unasked}") from None
-        if isinstance(asked, Returned):
+        if isinstance(request, Returned):
             raise RuntimeError(f"{self.label} ended without asking the policy anything{self._unasked}")
-        return asked
+        return request
 
     async def _after(self, action: str | None, message: Message | None) -> StepResult:
-        asked = await self._asked()
-        if not isinstance(asked, Returned):
-            return StepResult(asked, action=action, message=message)
-        return StepResult(None, self._reward(asked.value), done=True, action=action, message=message)
+        request = await self._next_request()
+        if not isinstance(request, Returned):
+            return StepResult(request, action=action, message=message)
+        return StepResult(None, self._reward(request.value), done=True, action=action, message=message)
 
     async def _at_limit(self) -> float | dict[str, float] | None:
         """Return the agent's reward after its requests were refused; None, with a note, if it gives none for that."""

@@ -54,8 +54,8 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
-        asked, answered = getattr(self.text, "prompt_tokens", 0), getattr(self.text, "tokens", 0)
-        return {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
+        prompt, answered = getattr(self.text, "prompt_tokens", 0), getattr(self.text, "tokens", 0)
+        return {"prompt_tokens": prompt, "completion_tokens": answered, "total_tokens": prompt + answered}
 
 
 class Client:

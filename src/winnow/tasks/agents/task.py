@@ -94,10 +94,10 @@ class AgentTask:
             raise ValueError(f"with_agent: task {task.name} has an environment of its own; give a task of one turn")
         if max_turns < 1:
             raise ValueError(f"with_agent: max_turns must be at least 1, not {max_turns}")
-        self._wanted = parameters_of(agent)
+        self._parameters = parameters_of(agent)
         some = next(iter(task.train), None)
-        known = {*GIVEN, *(some.columns if some is not None else self._wanted)}
-        if missing := [name for name, required in self._wanted.items() if required and name not in known]:
+        known = {*GIVEN, *(some.columns if some is not None else self._parameters)}
+        if missing := [name for name, required in self._parameters.items() if required and name not in known]:
             wants, has = ", ".join(missing), ", ".join(sorted(known))
             raise ValueError(f"agent {function_name(agent)}: it wants {wants}, but there is only {has}")
         self.name, self.stop = task.name, task.stop
@@ -113,10 +113,10 @@ class AgentTask:
         if self._endpoint is None:
             self._endpoint = Endpoint()
             weakref.finalize(self, self._endpoint.close)
-        asked: Any = list(prompt.messages) if prompt.messages is not None else prompt.text
-        values = {"prompt": asked, **prompt.columns, "api_key": "unused", "model": MODEL}
-        if "**" not in self._wanted:
-            values = {name: value for name, value in values.items() if name in self._wanted}
+        shown: Any = list(prompt.messages) if prompt.messages is not None else prompt.text
+        values = {"prompt": shown, **prompt.columns, "api_key": "unused", "model": MODEL}
+        if "**" not in self._parameters:
+            values = {name: value for name, value in values.items() if name in self._parameters}
         return AgentEnv(partial(self._agent, **values), self._parse, self._endpoint, self._deadlines, self._loop)
 
     def fingerprint(self) -> str:

@@ -131,8 +131,8 @@ class Episodes:
         episode = asyncio.run_coroutine_threadsafe(self._env.run_episode(task, context), self._started()).result()
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            found = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no reason given"
-            raise RuntimeError(f"the episode failed: {found}")
+            causes = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no reason given"
+            raise RuntimeError(f"the episode failed: {causes}")
         return float(episode.traces[-1].reward)
 
     def _started(self) -> asyncio.AbstractEventLoop:
@@ -149,7 +149,7 @@ class Episodes:
 
 
 async def _serve(env: Any, ready: Future[None], stop: asyncio.Event) -> None:
-    """Run all servers until `stop` is set; settle `ready` once they are up."""
+    """Run all servers until `stop` is set; complete `ready` once they are up."""
     try:
         async with env.serving():
             ready.set_result(None)
