@@ -34,6 +34,7 @@ ELSEWHERE = {
     "design.md": "test_design_examples.py",
     "tutorial.md": "test_pages.py",
     "tutorial-agent.md": "test_pages.py",
+    "tutorial-trl.md": "test_pages.py",
 }
 """Pages whose blocks are one story, and the file that runs it."""
 NOT_RUN = {"trl.md": 1}

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from winnow import Trainer
 from winnow.cli.main import app
 from winnow.config import METHODS, RunConfig, method, validate
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.catalogue import TABLES
 
 from ..builders.tokenizers import chat_model  # noqa: F401
@@ -138,6 +139,34 @@ def test_the_tutorial_from_top_to_bottom(here: Path) -> None:
     assert run
     exec(before + '"max_steps": 1, "filter": "keep_all", "threads": 1' + after, {})
     assert Path("runs/mine-py/model").is_dir()
+
+
+TRL_SHORT = """max_steps=2, save_steps=1, max_completion_length=4, use_cpu=True, bf16=False, report_to=[],
+per_device_train_batch_size=4, num_generations=2"""
+
+
+def test_the_tutorial_for_somebody_from_trl(here: Path) -> None:
+    """Whole but for the page that waits for a browser and the upload, which `test_push.py` tries."""
+    pytest.importorskip("trl")
+    text = (ROOT / "docs" / "tutorial-trl.md").read_text(encoding="utf-8")
+    for line in ("    winnow watch runs/mine\n", "    winnow push runs/mine hub_model_id=me/my-model\n"):
+        assert line in text
+        text = text.replace(line, "")
+    assert make_files(text) == ["train.jsonl", "held-out.jsonl", "my_reward.py", "mine.yaml"]
+    before, code, after = re.split(r"^```(?:python)?\n", text, maxsplit=2, flags=re.MULTILINE)
+    assert run_commands(before, SHORTER) == ["warm-start"]
+    assert "max_steps=100, save_steps=50" in code
+    code = code.replace("max_steps=100, save_steps=50", TRL_SHORT)
+    try:
+        exec(code, {})
+    except RunStoppedError as error:
+        assert "had no signal" in str(error)  # noqa: PT017
+    shorter = SHORTER | {"resume": ["max_steps=3"]}
+    assert run_commands(after, shorter) == [
+        *("verify", "report", "doctor", "train", "train", "train", "resume"),
+        *("eval", "eval", "verify", "report", "train", "compare"),
+    ]
+    assert Path("runs/mine/model").is_dir()
 
 
 def test_the_tutorial_of_an_agent(here: Path, chat_model: Path) -> None:
