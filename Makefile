@@ -8,7 +8,7 @@ JOBS ?= 2
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check
 PIP := $(INSTALL) -c constraints.txt
 
-.PHONY: install demo demo-llm test test-all test-gpu install-scale test-scale test-scale-all install-peers test-peers soak fuzz anywhere bench bench-llm bench-scale bench-claims dist audit docs lock lint clean
+.PHONY: install demo demo-llm test test-ci test-all test-gpu install-scale test-scale test-scale-all install-peers test-peers soak fuzz anywhere bench bench-llm bench-scale bench-claims dist audit docs lock lint clean
 
 $(BIN)/python:
 	@echo "install 1/4: a virtual environment in $(VENV) (seconds)"
@@ -43,11 +43,14 @@ demo-llm: $(VENV)/.installed ## the same with a pretrained chat model of 135M pa
 	@echo "demo-llm: fetches a model the first time, then training, evaluation and report, in runs/demo-llm (12 minutes and more)"
 	$(BIN)/winnow demo-llm
 
-test: $(VENV)/.installed ## everything but the slow tests
+test: $(VENV)/.installed ## the fast tests: one case or a few of each code path
 	@echo "test: all but the slow ones, $(JOBS) at a time (a dot each)"
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
-test-all: $(VENV)/.installed
+test-ci: $(VENV)/.installed ## the slow tests, too, but those that take minutes each
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not exhaustive"
+
+test-all: $(VENV)/.installed ## all tests, those that take minutes each, too
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-gpu: $(VENV)/.installed ## on a machine with a GPU: whole runs and resumes there, then speeds, memory and agreement (minutes)

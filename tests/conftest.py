@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +21,11 @@ import pytest
 import torch
 
 from winnow.base.forkserver import ForkServer, forkserver
+from winnow.run import session
 from winnow.sampler import processes
+
+LONG = tuple(f"tests/{name}/" for name in ("pairs", "e2e", "faults", "golden", "page"))
+"""Folders whose tests take seconds each."""
 
 gc.disable()  # until the tests are collected; see `pytest_collection_finish`
 torch.set_num_threads(1)
@@ -32,6 +37,36 @@ def pytest_collection_finish() -> None:
     """Keep the collector off a million objects of imported libraries, which last as long as the process."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of cases that repeat one code path some are fast, see `cases`; what is exhaustive is slow, too.
+
+    The longest files come first, else the last of them would keep one core busy while the others are idle.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.slow)
+        cases = item.get_closest_marker("cases")
+        if not cases or item.get_closest_marker("slow"):
+            continue
+        function = item.nodeid.partition("[")[0]
+        if seen[function] % cases.kwargs["one_in"]:
+            item.add_marker(pytest.mark.slow)
+        seen[function] += 1
+    if hasattr(config, "workerinput"):
+        items[:] = dealt(items, config.workerinput["workercount"])
+
+
+def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Order items so that each worker, who begins with an equal share of the list, begins with long files."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    long_first = sorted(files, key=lambda name: not name.startswith(LONG))
+    return [item for worker in range(workers) for name in long_first[worker::workers] for item in files[name]]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,6 +86,8 @@ def imports_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "forkserver", kept_for_others)
+        patch.setattr(os, "fsync", lambda fd: None)  # no test cuts the power: tests/faults/test_power_cut.py records
+        patch.setattr(session, "heap_frozen", nullcontext)  # the heap is, and to look counts half a million objects
         yield
     kept.clear()
 

@@ -117,6 +117,7 @@ def test_a_schedule_shaped_by_max_steps_holds_it_fixed_on_a_resume(tiny_config: 
 IN_UPDATE = {"policy_loss": "plain", "correction": "truncate", "loss_type": "sequence_sum"}
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(
     ("advantage", "options"),
     [

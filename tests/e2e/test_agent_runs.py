@@ -35,6 +35,7 @@ def test_it_trains_and_a_resume_goes_on_exactly(config: dict[str, Any], tmp_path
     assert fingerprint(other) == fingerprint(run)
 
 
+@pytest.mark.slow
 def test_in_other_processes_with_a_gate_and_audits(config: dict[str, Any]) -> None:
     more = {
         "sync": "processes",

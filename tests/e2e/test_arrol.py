@@ -20,6 +20,7 @@ from ..builders.runs import assert_clean, fingerprint, metrics_of, resume_after_
 ARROL = {"name": "arrol", "at": 3, "cold_start": 1, "min_survivors": 1}
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize(
     "options",
     [

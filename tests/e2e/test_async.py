@@ -52,6 +52,7 @@ def lags(run: Path, fates: str = "'trained'") -> list[int]:
         return [row[0] for row in db.execute(query)]
 
 
+@pytest.mark.slow
 def test_a_sampler_goes_on_while_the_learner_works(config: dict[str, Any], children: list[SamplerHandle]) -> None:
     run = Path(config["output_dir"])
     Trainer(config=config).train()
@@ -172,6 +173,7 @@ def test_a_sampler_that_is_stopped_is_taken_for_stuck(config: dict[str, Any], ch
     assert sum(m.get("sampler/restarts", 0) for m in metrics_of(run)) >= 1
 
 
+@pytest.mark.slow
 def test_samplers_that_keep_dying_end_the_run_with_their_last_words(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +205,7 @@ def test_a_sampler_does_not_start_on_other_data_than_the_learner(
         Trainer(config=config | changes | {"max_steps": 100_000, "eval_steps": None}).train()
 
 
+@pytest.mark.slow
 def test_rules_of_gates_are_asked_where_it_samples_and_learn_here(config: dict[str, Any]) -> None:
     run, gate = Path(config["output_dir"]), {"name": "arrol", "at": 3, "cold_start": 2}
     audit = {"epsilon": 0.2}
@@ -219,6 +222,7 @@ def test_rules_of_gates_are_asked_where_it_samples_and_learn_here(config: dict[s
     assert max(lags(run)) <= 2
 
 
+@pytest.mark.slow
 def test_a_rule_that_cannot_be_asked_ends_the_run_with_the_reason(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"after 10 environment steps.*task countdown has at most 1 turn"):
         Trainer(config=config | {"gates": ["divergence"], "eval_steps": None}).train()
@@ -230,6 +234,7 @@ def test_a_rule_that_fails_at_a_sampler_ends_the_run_by_its_name(config: dict[st
         Trainer(config=config | {"gates": [gate], "eval_steps": None}).train()
 
 
+@pytest.mark.slow
 def test_nothing_hangs_when_rejected_groups_are_not_replaced(config: dict[str, Any]) -> None:
     """Their places fill batches by themselves, while groups that teach wait for no one."""
     values = config | {"filter": {"name": "zero_variance", "refill": False}, "max_steps": 20, "prompts_per_step": 2}

@@ -55,6 +55,7 @@ class Odd:
         return OddGate()
 
 
+@pytest.mark.slow
 def test_resume_is_bit_exact_with_greso_and_a_gate_under_audit(
     tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

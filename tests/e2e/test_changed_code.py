@@ -157,6 +157,7 @@ def go_on(run: Path, how: str, root: Path, overrides: dict[str, Any] | None = No
     Trainer.resume(run, overrides, train_dataset=data, **given(how, root)).train()
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(
     ("how", "file"),
     [

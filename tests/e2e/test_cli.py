@@ -183,6 +183,7 @@ def test_warm_start_makes_a_model_that_trains(tmp_path: Path) -> None:
     assert "not empty" in again.output
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "winnow.cli.main", "train", str(recipe), "max_steps=100000", "eval_steps=null"]
     process = subprocess.Popen(

@@ -45,6 +45,7 @@ def coin(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [float(sum(map(ord, str(text))) % 2) for text in completions]
 
 
+@pytest.mark.cases(one_in=8)
 @pytest.mark.parametrize("name", sorted(RUNS))
 def test_a_run_and_its_resume_stay_on_the_device(name: str, tiny_config: dict[str, Any]) -> None:
     """A step, saved and evaluated, and a second one by a resume."""

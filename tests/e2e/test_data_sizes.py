@@ -22,6 +22,7 @@ def said(**arguments: Any) -> list[str]:
     return [text for text in (str(w.message) for w in seen) if text.startswith(("eval_prompts", "prompts_per_step"))]
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize(
     ("held_out", "keys", "expected"),
     [

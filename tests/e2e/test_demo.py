@@ -13,6 +13,7 @@ from winnow.study.demo import run_demo
 SMALL = ("max_steps=1", "seed=1", "warm_start.max_steps=2", "eval_prompts=4", "eval_generations=1")
 
 
+@pytest.mark.slow
 def test_overrides_of_a_demo_that_is_there(tmp_path: Path) -> None:
     """The same ones go on with it; what a resume may change is changed; the rest is refused by name."""
     quiet = Console(quiet=True)

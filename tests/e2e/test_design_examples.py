@@ -163,6 +163,7 @@ def test_a_selector(config: dict[str, Any], tmp_path: Path) -> None:
         assert epoch < 3
 
 
+@pytest.mark.slow
 def test_an_engine(config: dict[str, Any], tmp_path: Path) -> None:
     config |= {"eval_steps": 2, "engine": "plain_engine.py:Plain"}
     run = trained_twice(config, tmp_path)

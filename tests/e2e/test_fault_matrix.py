@@ -42,6 +42,7 @@ def in_python() -> None:
     raise MemoryError
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("fill", [huge, on_a_gpu, in_python])
 def test_21_out_of_memory_ends_with_a_remedy_and_the_run_goes_on(
     tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: Any
@@ -142,6 +143,7 @@ def test_17_a_text_without_anything_is_refused(tmp_path: Path) -> None:
         DatasetConfig(str(tmp_path / "rows.jsonl")).build()
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize(("name", "start"), [("b.jsonl.gz", b""), ("b.json.gz", b"[")])
 def test_28_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, start: bytes) -> None:
     """256 MiB of blanks in 256 KiB; the bounds are lowered so that the test is short."""
@@ -156,6 +158,7 @@ def test_28_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         DatasetConfig(str(tmp_path / name)).build()
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("name", ["../../../secret", "/etc/hostname", "model/../../secret"])
 def test_28_a_manifest_reaches_no_file_outside(tiny_config: dict[str, Any], name: str) -> None:
     train(tiny_config | {"max_steps": 1})

@@ -35,6 +35,7 @@ def quiet_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio", raising=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_trackers")
 def test_callbacks_of_transformers_work(config: dict[str, Any]) -> None:
     rich = pytest.importorskip("trl.trainer.callbacks").RichProgressCallback
@@ -60,6 +61,7 @@ def test_what_reaches_tensorboards_callback(config: dict[str, Any], tmp_path: Pa
     assert [e.value for e in events.Scalars("train/reward")] == pytest.approx([row["reward"] for row in rows[1:]])
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize(
     ("values", "greater", "stops"),
     [

@@ -29,6 +29,7 @@ def versions(run: Path) -> list[tuple[int, int, int]]:
         return list(db.execute(query))
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("lag", [1, 3])
 def test_the_sampler_is_exactly_max_lag_steps_behind(tiny_config: dict[str, Any], lag: int) -> None:
     train(tiny_config | {"max_lag": lag, "max_steps": STEPS})

@@ -73,6 +73,7 @@ def test_a_resume_does_not_report_a_cause_again(tiny_config: dict[str, Any]) -> 
     assert file.read_text() == before
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("shown", ["table", "json"])
 def test_the_end_table_counts_failures_by_cause(tiny_config: dict[str, Any], tmp_path: Path, shown: str) -> None:
     (tmp_path / "picky.py").write_text(

@@ -79,6 +79,7 @@ def test_a_text_that_the_tokenizer_does_not_know(recipe: Path, tmp_path: Path, d
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize(
     ("template", "words"),
     [

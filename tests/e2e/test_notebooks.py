@@ -19,6 +19,7 @@ SHORTER = {
 }
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("name", ["own-data", "own-loop"])
 def test_a_notebook(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))

@@ -140,6 +140,7 @@ def config_file(tmp_path: Path, settings: dict[str, Any]) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_every_save_and_the_end_are_uploaded(hub: Hub, tiny_config: dict[str, Any], tmp_path: Path) -> None:
     """Under LoRA the saves are adapters, the end a whole model, in whose place no adapters are left."""
     run = Path(str(tiny_config["output_dir"]))

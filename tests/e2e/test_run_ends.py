@@ -55,6 +55,7 @@ def test_a_best_of_k_group_short_of_k_is_not_trained_on(tiny_config: dict[str, A
         Trainer(config=tiny_config | options, reward_funcs=fails_once).train()
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("reward", [_solved, _hopeless])
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -53,6 +53,7 @@ def warnings_of(run: str) -> list[str]:
     return [json.loads(line)["warning"] for line in (Path(run) / "warnings.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(
     ("functions", "more"),
     [
@@ -86,6 +87,7 @@ def test_one_whose_answers_are_all_right_by_the_users_word_is(tiny_config: dict[
         assert ledger.get_meta("solved") == "true"
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(
     ("functions", "success", "passed", "kind"),
     [

@@ -289,6 +289,7 @@ def sample() -> list[dict[str, Any]]:
     return [{name: next(it) for name, it in every.items()} | {"advantage": a} for a in OPTIONS["advantage"]]
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("i", range(len(OPTIONS["advantage"])))
 def test_methods_together(i: int, arguments: dict[str, Any], tmp_path: Path) -> None:
     two_steps(sample()[i], arguments, tmp_path / "out")

@@ -76,6 +76,7 @@ def test_tools(chat_model: str, tmp_path: Path) -> None:
     assert proven(tmp_path / "out")["trained"]["rollouts"] == 3 * 2 * G
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("streamed", [False, SLOW_TRUE])
 def test_rows(kind: str, streamed: bool, chat_model: str, tmp_path: Path) -> None:
@@ -164,6 +165,7 @@ def test_grpo_in_the_form_of_trl(size: int, tiny_model: Path, tmp_path: Path) ->
     torch.testing.assert_close(batch("grpo", advantage="grpo"), own * (G / (G - 1)) ** 0.5, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(
     ("conf", "saved", "trained"),
     [

@@ -111,7 +111,7 @@ def test_samplers_killed_at_random_moments(config: dict[str, Any], monkeypatch: 
     _kill_samplers(config, monkeypatch, kills=2, least=1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sampler_killed_fifty_times_in_one_run(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _kill_samplers(config, monkeypatch, kills=50, least=5)
 
@@ -125,7 +125,7 @@ GATED = {
 """What each sampler decides by rules that the learner publishes."""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sampler_killed_fifty_times_with_gates_on(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _kill_samplers(config | GATED, monkeypatch, kills=50, least=5)
     with Ledger.open(Path(config["output_dir"]) / "ledger.sqlite", read_only=True) as ledger:
@@ -151,6 +151,6 @@ def test_a_killed_learner_leaves_nobody_and_goes_on(config: dict[str, Any]) -> N
     _kill_learner(config, kills=1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_learner_killed_ten_times(config: dict[str, Any]) -> None:
     _kill_learner(config, kills=10)

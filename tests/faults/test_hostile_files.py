@@ -66,7 +66,7 @@ def change(file: Path, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [range(15), pytest.param(range(15, 300), marks=pytest.mark.slow)], ids=["few", "many"]
+    "numbers", [range(15), pytest.param(range(15, 300), marks=pytest.mark.exhaustive)], ids=["few", "many"]
 )
 def test_any_file_is_refused_by_name_or_trained_with(saved: Path, tmp_path: Path, numbers: range) -> None:
     refusals = []
@@ -92,6 +92,7 @@ def test_any_file_is_refused_by_name_or_trained_with(saved: Path, tmp_path: Path
     assert [found for found in rest if not any(text in found[2] for text in ANYWHERE)] == []
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("value", [{}, [None], "2", 1.5, True, [2, [3]]])
 def test_an_end_that_is_no_token_is_named(saved: Path, tmp_path: Path, value: Any) -> None:
     run = tmp_path / "run"

@@ -76,7 +76,7 @@ def refusals(saved: Path, folder: Path, seeds: Iterable[str], resume: Callable[[
 
 
 @pytest.mark.parametrize(
-    "numbers", [range(25), pytest.param(range(25, 1500), marks=pytest.mark.slow)], ids=["few", "many"]
+    "numbers", [range(25), pytest.param(range(25, 1500), marks=pytest.mark.exhaustive)], ids=["few", "many"]
 )
 def test_any_state_is_refused_by_name_or_trained_on(saved: Path, tmp_path: Path, numbers: range) -> None:
     assert len(refusals(saved, tmp_path, [f"state {n}" for n in numbers], resumed)) > len(numbers) / 2
@@ -87,7 +87,7 @@ def with_state_of_their_own() -> list[Variant]:
     return [*found, *(v for v in variants() if v.name == "rollout_batch=adaptive")]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", with_state_of_their_own(), ids=str)
 def test_the_state_of_any_method_is_refused_by_name_or_trained_on(tmp_path: Path, variant: Variant) -> None:
     place, audit = make_place(tmp_path), next(v for v in variants() if v.name == "audit={epsilon:0.5}")

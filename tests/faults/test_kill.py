@@ -54,19 +54,20 @@ def test_every_failpoint_is_known(undisturbed: dict) -> None:
     assert {hit.partition("@")[0] for hit in undisturbed["hits"]} == set(NAMES)
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_kill_at_the_last_hit_of_each_failpoint(config: dict[str, Any], undisturbed: dict, name: str) -> None:
     last = [hit for hit in undisturbed["hits"] if hit.startswith(name + "@")][-1]
     assert_recovers(config, last, undisturbed["fingerprint"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kill_at_every_hit(config: dict[str, Any], undisturbed: dict) -> None:
     for hit in undisturbed["hits"]:
         assert_recovers(config, hit, undisturbed["fingerprint"])
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.exhaustive)])
 def test_killed_at_random_moments(config: dict[str, Any], kills: int) -> None:
     """Some steps and a random fraction of a step after each restart, with checkpoints only every third step."""
     rng = random.Random(0)

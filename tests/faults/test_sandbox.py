@@ -69,6 +69,7 @@ def test_an_ordinary_program(sandbox: Sandbox) -> None:
 # ---- resources --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize(
     "code",
     [
@@ -113,6 +114,7 @@ def test_a_daemon_dies_with_the_program(sandbox: Sandbox) -> None:
     assert sandbox.run(code) == Outcome("gone\n", "", 0)
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize(
     ("code", "error"),
     [

@@ -300,6 +300,7 @@ def check_update(oracle: ModuleType, make_model: Any, sampled: Any, s: Any, toke
     return learner
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo"])
 @pytest.mark.parametrize("policy_loss", ["clip", "plain"])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "sequence_sum"])
@@ -312,6 +313,7 @@ def test_update_is_the_oracles(
     assert all(n > 0 for n in clipped) if policy_loss == "clip" else not any(clipped)
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("kl_estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "sequence_sum"])
 def test_update_with_kl_and_entropy_is_the_oracles(
@@ -322,6 +324,7 @@ def test_update_with_kl_and_entropy_is_the_oracles(
     check_update(oracle, make_model, sampled, settings_of(oracle, loss_type=loss_type, **terms), 10_000)
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("tokens_per_microbatch", [1, 40, 10_000])
 @pytest.mark.parametrize("pairs", [0.0, batch.PAIRS_PER_TOKEN, 1e9])
 def test_update_does_not_depend_on_microbatches(

@@ -130,6 +130,7 @@ def test_compositions_of_everything(place: Place, totals: Counter[str]) -> None:
     assert not [fate for fate in MUST_ACT if not fates[fate]], fates
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_rollouts_that_share_places_and_run_out(
     place: Place, totals: Counter[str], monkeypatch: pytest.MonkeyPatch, changes: Settings
@@ -159,7 +160,7 @@ def test_what_only_watches_changes_nothing(place: Place) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_pair(place: Place, totals: Counter[str]) -> None:
     """Refused by name, or run in the company of others: so every pair takes hundreds of runs instead of thousands."""
     accepts = Acceptance(place)
@@ -182,7 +183,7 @@ def test_a_composition_with_sampler_processes(place: Place) -> None:
     in_children(place, {key: EVERYTHING[key] for key in there} | {"gates": [HEAD], "audit": {"epsilon": 0.3}})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chosen", random.Random(0).sample(pairs(), 30), ids=str)
 def test_pairs_with_sampler_processes(place: Place, chosen: tuple[Variant, ...]) -> None:
     settings, refused = together(*chosen), ""

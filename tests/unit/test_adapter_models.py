@@ -40,6 +40,7 @@ def base(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> Pa
     return tmp_path / "base"
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(
     "options",
     [
@@ -280,6 +281,7 @@ class TestResumed:
             Trainer(config=tiny_config | settings)
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("lora", [None, {"resume": True}, {"r": 2}], ids=["merged", "resumed", "fresh"])
 @pytest.mark.parametrize("sync", ["in_process", "processes"])
 def test_runs_from_an_adapter_go_on_exactly_and_end_as_whole_models(

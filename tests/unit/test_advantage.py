@@ -68,6 +68,7 @@ def test_bad_input_is_refused(function, rewards_G: np.ndarray) -> None:
         function(rewards_G)
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("name", [name for name, cls in ADVANTAGES.items() if not cls.greedy_baseline])
 @given(rewards=groups)
 def test_table_entries_keep_absent_members_absent(name: str, rewards: list[float]) -> None:

@@ -198,6 +198,7 @@ def test_probes_that_fail_after_the_first_update_are_tried_again(
     assert len(tried) == 2
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("sync", ["in_process", {"name": "processes", "samplers": 1}])
 def test_probes_are_in_the_account(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, sync: Any) -> None:
     """Those before and after the first update, and those of a resume."""
@@ -229,6 +230,7 @@ def test_probes_are_in_the_account(tiny_config: dict[str, Any], monkeypatch: pyt
     assert {row[0]: row[4] for row in page["totals"]["rows"]}["probe"] == f"{sum(tokens):,}"
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("sync", ["in_process", {"name": "processes", "samplers": 1}])
 def test_old_weights_show_after_the_first_update(tiny_config: dict[str, Any], sync: Any) -> None:
     """The step is booked whole, and the run is saved."""

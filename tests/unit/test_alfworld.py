@@ -101,6 +101,7 @@ def test_progress_is_what_has_been_done_of_the_planners_deeds(task):
         assert len(set(told)) == len(deeds(plan)) + 1 or "two" in prompt.columns["task_type"]
 
 
+@pytest.mark.slow
 def test_games_are_seeded_kept_and_disjoint(task, cache, monkeypatch, tmp_path):
     before = files(cache / "cards")
     again = CONFIG.build()
@@ -145,6 +146,7 @@ def test_what_cannot_be_done_does_nothing_and_costs_a_step(task):
     assert (results[-1].done, results[-1].reward) == (True, 1.0)
 
 
+@pytest.mark.slow
 def test_every_word_is_textworlds_own(task, data):
     """Random play against TextWorld's wrapper: what can be done, what is said, what wins. Siblings share a game."""
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
@@ -190,6 +192,7 @@ def test_siblings_share_a_game_but_not_its_state(task):
     second.close()
 
 
+@pytest.mark.slow
 def test_demonstrations_are_what_the_environment_answers_and_in_the_vocabulary(task, cache):
     assert isinstance(task, Demonstrator)
     known = set(task.vocabulary())
@@ -233,6 +236,7 @@ def test_react(task):
         next(react.demonstrations(0))
 
 
+@pytest.mark.slow
 def test_a_directory_with_data(data, tmp_path):
     config = AlfworldConfig(data=str(data), style="words", train_size=None, split="valid_unseen")
     task = config.build()

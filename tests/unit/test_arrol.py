@@ -76,6 +76,7 @@ def test_many_are_decided_as_one_by_one() -> None:
     assert gates[0].state_dict() == gates[1].state_dict() == gates[2].state_dict()
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(("size", "least"), [(8, 2), (5, 1), (3, 3), (2, 2), (1, 2), (6, 0)])
 def test_at_least_so_many_survive_and_the_chance_says_so(size: int, least: int) -> None:
     gate = built(Arrol(at=4, cold_start=1, keep_rate=0.3, min_survivors=least))

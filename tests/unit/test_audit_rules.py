@@ -134,6 +134,7 @@ def coverage(name: str, repetitions: int) -> dict[str, dict[str, float]]:
     return table
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("name", some(POPULATIONS, *DIFFERENT))
 def test_intervals_hold_the_truth_and_are_of_use(name: str) -> None:
     table = coverage(name, 1000)
@@ -260,6 +261,7 @@ DRIFTS: dict[str, Callable[[int], float]] = {
 }
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("name", some(DRIFTS, "harmless", "getting better", "in waves", "suddenly worse"))
 def test_the_controller_keeps_the_true_loss_below_its_limit(name: str) -> None:
     losses = []

@@ -52,6 +52,7 @@ def family_of(name: str) -> Any:
     return importlib.import_module("claims").load(name)
 
 
+@pytest.mark.slow
 def test_every_script_and_every_benchmark_answers_help() -> None:
     commands = [*SCRIPTS, *(f"bench {name}" for name in importlib.import_module("bench").BENCHMARKS)]
     done = subprocess.run(
@@ -101,6 +102,7 @@ def test_the_notebook_is_what_the_json_files_give() -> None:
     assert not [name for name in claims.tables_of(claims.RESULTS) if f"`{name}`\n" not in page]
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_arm_is_a_valid_configuration(name: str) -> None:
     family = family_of(name)

@@ -43,6 +43,7 @@ from ..builders.resolving import budget
 from .engine_models import word_tokenizer
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize(("model", "changes", "recomputed"), UPDATES)
 def test_an_update_holds_what_is_predicted(
     model: Any, changes: Any, recomputed: bool, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +80,7 @@ def test_an_update_holds_what_is_predicted(
         assert shapes.trained == sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
 
 
+@pytest.mark.slow
 def test_an_update_with_shared_prompts_holds_no_more_than_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "WORTH", 0)
     monkeypatch.setattr(budget_module, "WORTH", 0)
@@ -99,6 +101,7 @@ def test_an_update_with_shared_prompts_holds_no_more_than_is_predicted(monkeypat
     assert 0.7 * total(predicted) < gpu.peak_bytes < 1.1 * total(predicted), predicted
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_publish_under_lora_holds_what_is_predicted(dtype: str) -> None:
     """Merged weights go into the engine a layer at a time, and are looked at one by one before."""

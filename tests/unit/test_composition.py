@@ -73,6 +73,7 @@ def of(run: FakeRun) -> list[list[int]]:
     return [[group.visit.number for group in batch] for batch in run.update.batches]
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("composition", COMPOSITIONS, ids=lambda c: "-".join(map(str, c.values())))
 def test_every_composition_keeps_its_promises(composition: dict[str, Any], tmp_path: Path) -> None:
     run = start(tmp_path / "l", composition)
@@ -102,6 +103,7 @@ def test_every_composition_keeps_its_promises(composition: dict[str, Any], tmp_p
         assert {4, 6} <= {metrics["groups/size_mean"] for metrics in run.metrics if "groups/size_mean" in metrics}
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("audit", [None, {"epsilon": 0.3}])
 @pytest.mark.parametrize("k", [1, 2, 7, 12])
 def test_greso_dapo_adaptive_k_and_carry_resume_where_they_were(k: int, audit: Any, tmp_path: Path) -> None:

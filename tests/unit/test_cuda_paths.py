@@ -86,6 +86,7 @@ def test_a_decode_step_mixes_no_devices_and_waits_at_most_twice(dtype: str, para
         assert not gpu.mixed, gpu.report()
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("name", sorted(UPDATES))
 def test_an_update_mixes_no_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two updates, log-probabilities, reference, weights, checkpoint and export."""
@@ -235,6 +236,7 @@ def algorithms_as_before() -> Iterator[None]:
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("slots", [1, 4])
 def test_deterministic_runs_call_nothing_that_has_no_such_kernel(slots: int, algorithms_as_before: None) -> None:
     """Updates of every kind of loss, and sampling, whose running sums PyTorch refuses to make."""
@@ -262,6 +264,7 @@ def test_a_processor_is_left_as_it_is(algorithms_as_before: None) -> None:
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
+@pytest.mark.slow
 def test_samplers_are_forked_off_a_process_that_has_not_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imports may ask whether there is a GPU: with this variable NVML answers, and CUDA is not initialized."""
     code = """

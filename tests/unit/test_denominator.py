@@ -115,6 +115,7 @@ def by_hand(loss_type: str, model: Any, reference: Any, *, b: int, kl: bool, ent
     return total / (b * K if loss_type == "sequence_sum" else tokens * b / B_EFF)
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("tokens_per_microbatch", [1, 10_000])
 @pytest.mark.parametrize(("kl", "entropy"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("loss_type", ["sequence_sum", "dapo"])

@@ -273,6 +273,7 @@ def test_pruned_siblings_are_no_evidence_either(policy: Any, pruned: int) -> Non
     assert gate.metrics()["gate/divergence/prefix_edit_distance"] == 0.0
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("pruned", [2, 4])
 def test_to_be_pruned_is_not_to_have_ended(policy: Any, pruned: int) -> None:
     gate = Divergence(k=2, termination=pruned / 8, threshold=0.0).build(GateContext("divergence"))

@@ -36,6 +36,7 @@ def finished(engine: LocalEngine, asked: list[Request]) -> dict[Any, Finished]:
     return run(engine)
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 0.6, "top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.0}]
 )

@@ -45,6 +45,7 @@ def captured(engine: LocalEngine) -> DecodeGraphs:
     return found
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("slots", [5, 10, 16])
 @pytest.mark.parametrize("most", [1, 64])
 def test_graphs_sample_what_single_steps_sample(slots: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ def dialogue(
     return said
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("name", [*FUSED, *GENERIC])
 def test_the_same_as_without_and_as_a_plain_forward_pass(name: str) -> None:
     model = make_model(name)
@@ -60,6 +61,7 @@ def test_the_same_as_without_and_as_a_plain_forward_pass(name: str) -> None:
     np.testing.assert_allclose(second.logp, expected, atol=1e-4)
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("slots", [2, 8])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("name", list(FUSED))

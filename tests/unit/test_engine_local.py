@@ -30,6 +30,7 @@ from .engine_models import (
 # ---- log-probabilities and tokens ------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("name", [*FUSED, *GENERIC])
 def test_tokens_and_logp_are_those_of_a_plain_forward_pass(name: str) -> None:
     model = make_model(name)
@@ -101,6 +102,7 @@ def test_in_bfloat16_matrices_are_rounded_as_under_autocast(name: str) -> None:
 # ---- batching --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("name", ["qwen2-tied", "llama3-rope", "gpt2"])
 def test_results_do_not_depend_on_the_number_of_slots(name: str) -> None:
     model, requests = make_model(name), make_requests(16)
@@ -111,6 +113,7 @@ def test_results_do_not_depend_on_the_number_of_slots(name: str) -> None:
         np.testing.assert_allclose(results[0][request.id].logp, results[2][request.id].logp, atol=1e-4)
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("name", ["qwen3-tied", "gemma2"])
 @pytest.mark.parametrize("slots", [5, 32])
 def test_fixed_slots_are_bit_exact_whatever_else_runs(name: str, slots: int) -> None:
@@ -133,6 +136,7 @@ def test_fixed_slots_are_bit_exact_whatever_else_runs(name: str, slots: int) -> 
             assert event.logp.tolist() == first[name_].logp.tolist()
 
 
+@pytest.mark.slow
 def test_an_idle_engine_remembers_nothing() -> None:
     """A resumed run starts with a fresh engine: it must give the bits of one that has run long."""
     model, requests = make_model("qwen2"), make_requests(8, seed=3)
@@ -188,6 +192,7 @@ def test_prompt_of_one_token_and_one_new_token() -> None:
     assert make_engine().step() == []
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("where", ["generation_config", "tokenizer", "config"])
 def test_eos_ends_a_sequence_and_is_kept(where: str) -> None:
     model, tokenizer = make_model("qwen2"), word_tokenizer()

@@ -158,6 +158,7 @@ def test_logits_that_are_not_finite_show_in_the_logp(bad: float, size: int) -> N
     assert ((tokens >= 0) & (tokens < size)).all()
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("size", [40 * BLOCK, 40 * BLOCK + 1, 41 * BLOCK - 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_vocabulary_is_sampled_in_parts_as_if_row_by_row(size: int, dtype: torch.dtype) -> None:

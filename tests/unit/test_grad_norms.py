@@ -114,6 +114,7 @@ def learner_of(model: Any, **options: Any) -> LocalLearner:
     return LocalLearner(model, TokenDistribution(VOCABULARY), LearnerOptions(**options))
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize(("budget", "pass_cost", "rewards"), [(60, -1e9, "binary"), (10_000, 1e9, "any")])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_one_backward_pass_is_as_good_as_one_for_each_rollout(
@@ -127,6 +128,7 @@ def test_one_backward_pass_is_as_good_as_one_for_each_rollout(
     assert_same(learner, rows, PLAIN, stats, 1e-6)
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("pools", [1, 3])
 @pytest.mark.parametrize("binary", [False, True])
 @pytest.mark.parametrize(("budget", "pass_cost"), [(20, -1e9), (40, 0.0), (40, 1e9)])
@@ -144,6 +146,7 @@ def test_pools_may_be_cut_anywhere(
     assert_same(learner, rows, PLAIN, stats, 1e-6)
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize(("budget", "at_once"), [(60, 10_000), (10_000, 10_000), (10_000, 4)])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_segments_of_a_rollout_have_one_norm(

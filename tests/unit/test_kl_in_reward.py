@@ -94,6 +94,7 @@ def by_hand(groups: list[Group], scaled: bool) -> list[list[float | None]]:
     return found
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize(
     ("advantage", "scaled"),
     [

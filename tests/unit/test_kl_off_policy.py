@@ -114,6 +114,7 @@ def test_weights_of_tokens_give_it_at_the_states_of_the_sampler(
     close(learned(t, config(estimator, policy_loss, correction)), divergence_gradient(t, estimator, sampler_V))
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("policy_loss", ["clip", "plain"])
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def test_last_boxed_balances_braces():
     assert last_boxed("\\boxed{") is None
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(
     ("text", "gold", "right"),
     [

@@ -48,6 +48,7 @@ from ..builders.resolving import budget, resolved
 from .engine_models import make_model, word_tokenizer
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen2-tied", "qwen3"])
 def test_an_engine_holds_its_weights_once_and_gives_them_back(name: str) -> None:
     """Cast on their way to the device; loaded again without a second set; of every class, released for the update."""

@@ -93,6 +93,7 @@ def test_the_first_step_is_adamws_and_later_ones_nearly(
     assert 0 < difference < off
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("optim", "args"), EVERY)
 def test_a_resume_is_exact(model: LlamaForCausalLM, optim: str, args: dict[str, Any], tmp_path: Path) -> None:

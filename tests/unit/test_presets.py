@@ -82,6 +82,7 @@ def scorers():
     rewarder.close()
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("preset", RIGHT_AND_WRONG)
 def test_prompt_columns_and_reward(tmp_path, preset, scorers):
     row, right, wrong = RIGHT_AND_WRONG[preset]

@@ -184,11 +184,11 @@ def test_thirty_random_updates_on_rollouts_of_several_segments() -> None:
     assert_equal(range(30), segments=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_thousand_random_updates_on_rollouts_of_several_segments() -> None:
     assert_equal(range(30, 1030), segments=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eleven_hundred_random_updates_are_those_of_plain_autograd() -> None:
     assert_equal(range(30, 1130))

@@ -65,6 +65,7 @@ def gradients(model: Any, dtype: torch.dtype, *, again: bool, share: bool = Fals
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("share", [False, True])

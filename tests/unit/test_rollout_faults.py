@@ -38,6 +38,7 @@ def leave() -> None:
     raise SystemExit(3)
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(
     ("answer", "cause"),
     [

@@ -76,6 +76,7 @@ class World:
         self.buffer.wanted = self.random.randint(self.buffer.fewest, self.buffer.prompts_per_step)
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 5])
 @pytest.mark.parametrize(("drop", "refill"), [(0.0, True), (0.4, True), (0.4, False), (0.9, False)])
 def test_no_group_over_the_bound_is_ever_trained_and_none_is_lost(max_lag: int, drop: float, refill: bool) -> None:
@@ -94,6 +95,7 @@ def test_no_group_over_the_bound_is_ever_trained_and_none_is_lost(max_lag: int, 
     assert reached == set(range(max_lag + 1)), "the bound is used in full"
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 @pytest.mark.parametrize(("drop", "refill"), [(0.3, True), (0.3, False)])
 def test_the_bound_holds_for_batches_whose_other_groups_are_reused(max_lag: int, drop: float, refill: bool) -> None:

@@ -154,6 +154,7 @@ def test_a_resume_keeps_the_probes_of_groups_in_flight(tmp_path: Path) -> None:
         collector.relaunch([[visit, 4] for visit, _ in states[0]["in_flight"]])
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize(
     "more",
     [
@@ -231,6 +232,7 @@ def judged(rewards: list[float]) -> tuple[Group, GroupKind]:
     return finished(Visit(0, 0, Prompt("p", 0, text="")), rewards), kind
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(("hard_size", "balanced"), [(None, False), (5, False), (5, True)])
 @pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo"])
 def test_stopping_keeps_the_direction_of_a_prompts_gradient(
@@ -259,6 +261,7 @@ def test_stopping_keeps_the_direction_of_a_prompts_gradient(
     torch.testing.assert_close(gradient, weight * of_rate)
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("reward_of", [[1.0, 0.0, 1.0, 0.0, 0.0], [1.0, 0.3, 0.5, 0.3, None]], ids=["binary", "graded"])
 @pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo"])
 @pytest.mark.parametrize("probe", [2, 3])
@@ -320,6 +323,7 @@ def weights_of_prompts(
     return weights
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize(("refill", "equal_groups"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "sequence_sum"])
 def test_unbiased_weights_keep_the_weights_between_prompts(loss_type: str, refill: bool, equal_groups: bool) -> None:

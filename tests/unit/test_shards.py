@@ -182,6 +182,7 @@ def group_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("name", READ)
 def test_a_rank_that_reads_trains_as_one_process(name: str, tiny_config: dict[str, Any], group_of_one: None) -> None:
     c = validate(tiny_config | READ[name] | FSDP)

@@ -114,6 +114,7 @@ def require_counts(found: dict[Any, Finished], prompt_of: Any, decoded: int) -> 
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11), (1, 2, 3, 4)]
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("name", [*FUSED, *GENERIC])
 def test_siblings_that_say_the_same_are_decoded_once(name: str) -> None:
     model, asked = make_model(name), siblings(PROMPTS)
@@ -126,6 +127,7 @@ def test_siblings_that_say_the_same_are_decoded_once(name: str) -> None:
     assert run(engine, asked)[0, 0].token_ids.tolist() == found[0, 0].token_ids.tolist()
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("slots", [3, 10])
 def test_siblings_that_find_no_slot_at_first(slots: int, fixed: bool) -> None:

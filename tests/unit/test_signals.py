@@ -72,6 +72,7 @@ def naive(name: str, actions: Strings, observations: Strings, k: int) -> float:
     return sum(len(a) <= k - 1 for a in actions) / g
 
 
+@pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize("name", list(SIGNALS))
 @settings(max_examples=200, deadline=None)
 @given(group=GROUPS, k=KS)

@@ -136,6 +136,7 @@ def test_many_calls_from_many_threads_keep_their_answers(functions):
     assert wrong == []
 
 
+@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize(
     ("name", "kind", "detail"),
     [
