@@ -79,7 +79,7 @@ class Sibling:
         if turn.raw_logp is not None:
             self.raw_logps.append(turn.raw_logp)
         self.rollout.seconds += turn.seconds
-        self.rollout.spared += turn.num_reused_tokens
+        self.rollout.num_reused_tokens += turn.num_reused_tokens
 
     def withdraw(self, length: int) -> None:
         """Take back what was added since the rollout had this length: an observation, or a segment without tokens."""
