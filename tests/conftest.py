@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from winnow.base.forkserver import ForkServer, forkserver
-from winnow.run import session
+from winnow.run import trainer
 from winnow.sampler import processes
 
 LONG = tuple(f"tests/{name}/" for name in ("pairs", "e2e", "faults", "golden", "page"))
@@ -87,7 +87,7 @@ def imports_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "forkserver", kept_for_others)
         patch.setattr(os, "fsync", lambda fd: None)  # no test cuts the power: tests/faults/test_power_cut.py records
-        patch.setattr(session, "heap_frozen", nullcontext)  # the heap is, and to look counts half a million objects
+        patch.setattr(trainer, "heap_frozen", nullcontext)  # the heap is, and to look counts half a million objects
         yield
     kept.clear()
 

@@ -108,8 +108,13 @@ class Parts:
             part.close()
 
 
-def build(r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | None, *, resumed: bool) -> Parts:
-    """Build and check every part of a run, with weights from `checkpoint` if given. Raises ConfigError."""
+def build(
+    r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | None, *, resumed: bool, entry: str
+) -> Parts:
+    """Build and check every part of a run, with weights from `checkpoint` if given. Raises ConfigError.
+
+    `entry`: the module that serves a sampler in another process.
+    """
     c, own_engines = r.config, r.options.own_engines
     r.set_threads()
     require_places(r)
@@ -148,7 +153,7 @@ def build(r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | Non
             engine=r.engine,
             cores=r.options.cores,
             gpu=gpu,
-            entry=f"{__package__}.serve",
+            entry=entry,
         ),
     )
     parts = Parts(r, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)

@@ -23,7 +23,7 @@ from ..env.rewards.rewarder import RewardSpec
 from ..learner import LearnerLostError
 from ..record.records import RunDirectoryError, lock
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError, memory_errors
-from . import checkpoint
+from . import checkpoint, serve
 from .build import build, build_rewarder, require_held_out
 from .callback_arguments import CallbackArguments
 from .callbacks import Callbacks, TrainerState
@@ -106,7 +106,8 @@ class Trainer:
                 refuse_used_directory(self.run_dir)
             with memory_errors("before the first step"):
                 task, resolved = given.resolve(config, resumed=resume)
-                self._parts = parts = build(resolved, task, given, self._checkpoint, resumed=resume)
+                entry = serve.__name__
+                self._parts = parts = build(resolved, task, given, self._checkpoint, resumed=resume, entry=entry)
             self.config = parts.config
             self._callbacks = Callbacks(callbacks, self.config, len(parts.task.train))
         except BaseException:
