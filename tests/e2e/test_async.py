@@ -253,6 +253,7 @@ def test_sampler_options_may_change_on_a_resume(config: dict[str, Any]) -> None:
         Trainer.resume(run, {"max_steps": 4, "sync": "in_process"})
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_what_was_in_flight(config: dict[str, Any]) -> None:
     run = Path(config["output_dir"])
     for stop_at in (2, 5):

@@ -107,6 +107,7 @@ def test_a_marked_function_is_refused(
         Trainer(config=tiny_config | WHOLE | keys, reward_funcs=[function])
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("keys", [{}, {"gates": [PRUNING]}, {"group_size": {"name": "adaptive_k", "high": 6}}])
 def test_a_marked_function_sees_whole_groups_elsewhere(tiny_config: dict[str, Any], keys: dict[str, Any]) -> None:
     """Of a pruned group it sees those that ended."""

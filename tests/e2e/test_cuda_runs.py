@@ -80,6 +80,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_written(tiny_config
     assert not Path(tiny_config["output_dir"]).exists()
 
 
+@pytest.mark.slow
 def test_memory_that_ends_before_the_first_step_is_named_with_the_keys_and_a_resume_takes_them(
     tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,6 +199,7 @@ def test_an_engine_that_gates_can_use_and_one_that_they_cannot(config: dict[str,
         train(gated | {"engine": "poor.py:Poor"})
 
 
+@pytest.mark.slow
 def test_a_learner(config: dict[str, Any], tmp_path: Path) -> None:
     config |= {"learner": {"name": "momentum.py:Momentum", "momentum": 0.5}, "learning_rate": 0.1, "max_steps": 3}
     run = trained_twice(config, tmp_path)

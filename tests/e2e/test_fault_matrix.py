@@ -74,6 +74,7 @@ def test_21_other_errors_stay_what_they_are(tiny_config: dict[str, Any], monkeyp
         train(tiny_config)
 
 
+@pytest.mark.slow
 def test_22_a_clock_that_jumps_changes_nothing(
     tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

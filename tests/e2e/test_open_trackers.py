@@ -102,6 +102,7 @@ def test_wandb(config: dict[str, Any], tmp_path: Path, wandb: Any) -> None:
     assert not list(run.rglob("*.wandb")), "no run besides the user's"
 
 
+@pytest.mark.slow
 def test_a_resume_continues_the_users_wandb_run(
     config: dict[str, Any], tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,7 @@ def test_trackio(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mon
     assert found == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
 
 
+@pytest.mark.slow
 def test_mlflow(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 

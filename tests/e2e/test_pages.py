@@ -127,6 +127,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_tutorial_from_top_to_bottom(here: Path) -> None:
     text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
     assert make_files(text) == ["puzzles.jsonl", "my_reward.py", "mine.yaml"]

@@ -179,6 +179,7 @@ class TestOneRunOneDirectory:
         lines = (Path(tiny_config["output_dir"]) / "metrics.jsonl").read_text().splitlines()
         assert "rewards/f/mean" in json.loads(lines[-1])
 
+    @pytest.mark.cases(one_in=3)
     @pytest.mark.parametrize(
         "options", [{"lora": {"r": 2}}, {"beta": 0.1}, {"reference_kl_steps": 1}], ids=["lora", "kl", "drift"]
     )

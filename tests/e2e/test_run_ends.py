@@ -90,6 +90,7 @@ def test_all_solved_or_all_hopeless_ends_with_a_message_and_a_saved_run(
 MANY = {"eval_steps": 4, "max_steps": 1000, "max_skipped_steps": 3, "filter": "keep_all"}
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("solved_from", [0, 2])
 def test_a_solved_task_is_a_success(tiny_config: dict[str, Any], solved_from: int) -> None:
     """Saved as a model, evaluated at its end, finished; of several seeds one may be solved earlier than another."""

@@ -70,6 +70,7 @@ def test_later_turns_have_drafts_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rows[-1]["num_decoded_tokens"] < 0.95 * others[-1]["num_decoded_tokens"]
 
 
+@pytest.mark.slow
 def test_drafts_go_along_with_jobs_to_processes(tiny_config: dict[str, Any]) -> None:
     config = tiny_config | {"speculative": True, "sync": {"name": "processes", "samplers": 1}, "max_lag": 1}
     config |= {"correction": "truncate", "env": {"name": "countdown", "train_size": 6, "test_size": 8}, "max_steps": 6}

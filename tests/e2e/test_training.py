@@ -100,6 +100,7 @@ def test_a_penalty_in_the_reward_is_seen_by_advantages_alone(tiny_config: dict[s
     assert "kl_penalty" not in without[0]
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("adapters", [{}, {"lora": {"r": 2, "dropout": 0.1}}], ids=["full", "lora"])
 def test_measuring_the_distance_to_the_initial_policy_changes_nothing_else(
     tiny_config: dict[str, Any], tmp_path: Path, adapters: dict[str, Any]

@@ -129,6 +129,7 @@ def test_batches_that_teach_nothing_do_not_end_a_run(
     assert not any("the gradient was 0" in str(warning.message) for warning in recwarn)
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize(
     ("reward", "limit", "said"),
     [

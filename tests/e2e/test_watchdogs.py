@@ -92,6 +92,7 @@ class Initial:
         return engine
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_resume_that_leaves_the_sampler_on_initial_weights(tiny_config: dict[str, Any], lag: int) -> None:
     config = tiny_config | QUIET | {"max_lag": lag, "max_steps": 4}

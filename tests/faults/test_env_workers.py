@@ -135,6 +135,7 @@ class RemoteTask:
         return "toy"
 
 
+@pytest.mark.slow
 def test_a_hundred_episodes_two_workers_killed_and_one_hung(tiny_model: Path) -> None:
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     pool = EnvPool(4, timeout_s=2.0)

@@ -84,6 +84,7 @@ def test_killed_at_random_moments(config: dict[str, Any], kills: int) -> None:
         assert ledger.totals()["void"]["visits"] > 0, "no kill fell into a step: the test proved nothing"
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("name", ["checkpoint.weights", "checkpoint.fsync"])
 def test_a_full_disk_ends_with_a_cause_and_can_go_on(config: dict[str, Any], undisturbed: dict, name: str) -> None:
     assert run(config, WINNOW_FAILPOINT=f"{name}:enospc") == 1

@@ -15,6 +15,7 @@ from ..builders.poisoned import WEIGHT, poisoned
 from ..builders.runs import assert_clean
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_lag": 2}, {"max_lag": 1, "sync": "processes"}],

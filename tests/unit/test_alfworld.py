@@ -117,6 +117,7 @@ def test_games_are_seeded_kept_and_disjoint(task, cache, monkeypatch, tmp_path):
     assert replace(few, seed=1).build().train[0].id != task.train[0].id
 
 
+@pytest.mark.slow
 def test_damaged_files_are_made_again_as_they_were(task, cache):
     kept = files(cache / "cards")
     cut, forged = (

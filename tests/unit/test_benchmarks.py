@@ -72,6 +72,7 @@ def test_every_script_has_a_name_in_the_registry() -> None:
     assert with_a_run == {bench.MODULES.get(name, name) for name in bench.BENCHMARKS}
 
 
+@pytest.mark.slow
 def test_what_benchmarks_import_within_functions_is_there() -> None:
     missing = []
     for path in [*BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("families/*.py")]:

@@ -127,6 +127,7 @@ def test_a_publish_under_lora_holds_what_is_predicted(dtype: str) -> None:
         assert total(predicted) == pytest.approx(gpu.peak_bytes, rel=0.1), predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_generation_holds_what_is_predicted(dtype: str) -> None:
     slots, prompt, completion = 64, 64, 64

@@ -159,6 +159,7 @@ def test_only_converged_groups_are_cut(policy: Any) -> None:
     assert gate.metrics() == {}
 
 
+@pytest.mark.slow
 def test_the_gate_sees_what_the_signals_are_defined_on(policy: Any) -> None:
     """The value in the reason is that of the recorded turns: model's text, or the environment's normal form."""
     for names in (None, different):
