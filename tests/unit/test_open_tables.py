@@ -224,6 +224,15 @@ def test_a_hook_by_its_former_name_is_refused(base: type, former: str, name: str
         type("Own", (base,), {former: lambda self: None})
 
 
+def test_a_file_with_a_former_hook_is_refused_under_its_key(tmp_path: Path) -> None:
+    file = tmp_path / "former.py"
+    file.write_text(
+        "from winnow.methods.size import GroupSize\n\nclass Own(GroupSize):\n    def next(self, prompt): ...\n"
+    )
+    with pytest.raises(ConfigError, match=r"^group_size: Own: `next` of GroupSize is now `size_for`; rename it"):
+        method(SIZES, f"{file}:Own", "group_size")
+
+
 class TestLists:
     def build(self, filters: Any, **config: Any) -> Any:
         c = validate({"model": "m", "env": "e", "filter": filters} | config)

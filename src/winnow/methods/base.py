@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.errors import ConfigError
+from ..base.dotted import TargetError
 from ..base.state import Stateful
 from ..config import RunConfig, name_of
 from ..types import Prompt
@@ -75,14 +75,14 @@ FORMER_HOOKS: dict[str, dict[str, str]] = {
 
 
 class Method(Stateful):
-    """Base of methods that users derive from. Raises ConfigError where a class defines a hook by its former name."""
+    """Base of methods that users derive from. Raises TargetError where a class has a hook by its former name."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for base in cls.__mro__:
             for former, name in FORMER_HOOKS.get(base.__name__, {}).items():
-                if former in vars(cls):
-                    raise ConfigError(f"{cls.__name__}: `{former}` of {base.__name__} is now `{name}`; rename it")
+                if hasattr(cls, former):
+                    raise TargetError(f"{cls.__name__}: `{former}` of {base.__name__} is now `{name}`; rename it")
 
 
 class LearningMethod(Method):
