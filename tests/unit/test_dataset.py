@@ -375,7 +375,7 @@ def test_fingerprints_are_what_they_were(tmp_path):
 
 
 def test_what_has_no_end_is_refused(monkeypatch):
-    monkeypatch.setattr(rows_module, "MOST_UNCOUNTED", 50)
+    monkeypatch.setattr(rows_module, "MAX_UNCOUNTED_ROWS", 50)
     assert len(build_rows({"prompt": f"p{i}"} for i in range(50)).train) == 50
     for endless in (({"prompt": f"p{i}"} for i in itertools.count()), itertools.cycle([{"prompt": "a"}])):
         with pytest.raises(DataError, match=r"has no length, and no end within 50 rows; .* give itertools.islice"):
