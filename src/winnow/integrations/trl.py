@@ -28,12 +28,11 @@ from ..env.private import private
 from ..run.checkpoint import TRL_STATE
 from ..run.trainer_inputs import build_task
 from ..types import Group, Prompt, Rollout
-from .trl_batch import mask_rows
+from .trl_batch import logps_by_segment, mask_rows
 from .trl_config import run_config
 from .trl_data import TrlRows
 from .trl_engine import as_rollout_func
 from .trl_loop import LoopInTrl
-from .trl_segments import logps_by_segment
 
 try:
     from datasets import Dataset

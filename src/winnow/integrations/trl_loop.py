@@ -32,8 +32,7 @@ from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
 from .trl_batch import Tensors, batch_of, widened
 from .trl_config import ENDLESS, methods_of
-from .trl_engine import EngineInTrl
-from .trl_sampler import NO_REWARD, RollOut, TrlSampler
+from .trl_engine import NO_REWARD, EngineInTrl, RollOut, TrlSampler
 from .trl_update import StepScaling, squared_norms, with_baselines
 
 ROWS = "winnow_rows"
