@@ -30,10 +30,21 @@ from ..base.failpoint import failpoint
 from ..base.files import from_json, fsync
 from ..methods.group_kind import BY_REWARDS
 from ..types import Fate, Group, GroupKind, Rollout, Visit
-from .ledger_file import UNREADABLE, LedgerError, damaged, open_file
+from .ledger_file import (
+    COLUMNS,
+    UNREADABLE,
+    LedgerError,
+    as_json,
+    clean,
+    damaged,
+    damaged_rows,
+    insert,
+    open_file,
+    rollout_row,
+    visit_row,
+)
 from .proof import FAILURES, PROBE, Proof, group_fate, probed, totals, verify
 from .recurrence import Recurrence, recurrence
-from .rows import COLUMNS, as_json, clean, damaged_rows, insert, rollout_row, visit_row
 
 _ORDER = {
     "visits": "visit",

@@ -14,7 +14,7 @@ from rich.text import Text
 from ..base.files import from_json
 from ..base.sanitize import visible
 from ..types import Fate
-from .rows import first_few
+from .ledger_file import first_few
 from .rule_audits import RuleAudits, audited_rules, rules_table
 
 FATES = tuple(fate.value for fate in Fate)
