@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from winnow import Trainer
-from winnow.cli.errors import EXPECTED
+from winnow.cli.console import EXPECTED
 
 from ..builders.hostile_state import changed, seal
 from ..pairs.compose import make_place

@@ -14,7 +14,7 @@ import pytest
 
 from winnow import ConfigError, Trainer
 from winnow.base.array_json import pack, pack_all, unpack, unpack_all
-from winnow.cli.errors import EXPECTED
+from winnow.cli.console import EXPECTED
 from winnow.run.checkpoint import CheckpointError, marks
 from winnow.sampler.codec import ARRAYS
 

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from winnow.cli.errors import EXPECTED
+from winnow.cli.console import EXPECTED
 
 from . import states
 

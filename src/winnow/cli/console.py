@@ -17,13 +17,15 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..base.errors import ExpectedError
 from ..base.redact import redact
 from ..base.sanitize import visible
-from .errors import EXPECTED
 
 if TYPE_CHECKING:
     from ..config import RunConfig
 
+EXPECTED = (ValueError, OSError, FloatingPointError, ExpectedError)  # ValueError: ConfigError and the tasks' own
+"""Errors that a user can cause or should see; the command prints them without a traceback."""
 out, err = Console(markup=False), Console(stderr=True, markup=False)  # paths and data are not markup
 
 Command = TypeVar("Command", bound=Callable[..., None])
