@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from winnow.record.ledger import Ledger
-from winnow.record.recurrence import LONGEST, Recurrence, rows
+from winnow.record.recurrence import LONGEST_GAP, Recurrence, rows
 from winnow.study.report import write_report
 from winnow.types import Fate, Group, Prompt, Verdict, Visit
 
@@ -50,7 +50,7 @@ def test_equals_a_count_by_hand(tmp_path: Path) -> None:
         for visits in judged.values():
             for (epoch, kind), (later, again) in itertools.pairwise(visits):
                 if kind != "none":
-                    by_hand[min(later - epoch, LONGEST)].append(again != "none")
+                    by_hand[min(later - epoch, LONGEST_GAP)].append(again != "none")
         assert found == [Recurrence(gap, len(zero), sum(zero)) for gap, zero in sorted(by_hand.items())]
         assert len(found) >= 5
 
@@ -78,4 +78,7 @@ def test_nothing_visited_twice_gives_nothing_and_the_page_shows_the_rest(tmp_pat
         play(ledger, 1, epochs=40)
     write_report([run], tmp_path / "page.html")
     assert "zero-variance again" in (tmp_path / "page.html").read_text()
-    assert rows([Recurrence(2, 4, 3), Recurrence(LONGEST, 1, 0)]) == [["2", "4", "75.0%"], ["10 and more", "1", "0.0%"]]
+    assert rows([Recurrence(2, 4, 3), Recurrence(LONGEST_GAP, 1, 0)]) == [
+        ["2", "4", "75.0%"],
+        ["10 and more", "1", "0.0%"],
+    ]

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.base.settings_yaml import MOST, load_yaml
+from winnow.base.settings_yaml import MAX_VALUES, load_yaml
 from winnow.config import ConfigError, load_config, validate
 
 BASE = "model: m\nenv: countdown\n"
@@ -33,7 +33,7 @@ def test_a_bomb_is_refused_at_once(text: str, tmp_path: Path) -> None:
 
 
 def test_what_it_says() -> None:
-    with pytest.raises(yaml.YAMLError, match=rf"anchors expand to over {MOST} values(.|\n)*line 6"):
+    with pytest.raises(yaml.YAMLError, match=rf"anchors expand to over {MAX_VALUES} values(.|\n)*line 6"):
         load_yaml(bomb(9, 9))
     with pytest.raises(yaml.YAMLError, match="an anchor contains itself"):
         load_yaml("a: &a [*a]")

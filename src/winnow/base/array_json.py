@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
 
-MOST = 1 << 30
+MAX_BYTES = 1 << 30
 """Largest array in bytes: a small text can expand a thousandfold."""
 ALIGNED = 8
 """Alignment in bytes of each array in `pack_all`."""
@@ -28,8 +28,8 @@ def pack(array: np.ndarray) -> dict[str, Any]:
 def unpack(state: Mapping[str, Any]) -> np.ndarray:
     """Return the array that `pack` was given. Raises ValueError unless it is numeric."""
     dtype, shape = _numbers(state["dtype"]), tuple(state["shape"])
-    if not 0 <= (size := math.prod(shape) * dtype.itemsize) <= MOST:
-        raise ValueError(f"an array of {shape} {dtype} is not between 0 and {MOST:,} bytes")
+    if not 0 <= (size := math.prod(shape) * dtype.itemsize) <= MAX_BYTES:
+        raise ValueError(f"an array of {shape} {dtype} is not between 0 and {MAX_BYTES:,} bytes")
     data = zlib.decompressobj().decompress(base64.b64decode(state["zlib"]), size + 1)  # stops zip bombs
     if len(data) != size:
         raise ValueError(f"an array of {shape} {dtype} has {size} bytes")

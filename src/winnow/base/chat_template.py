@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-LONGEST = 1_000_000
+MAX_CHARACTERS = 1_000_000
 
 
 def template_text(given: str) -> str:
@@ -22,7 +22,7 @@ def template_text(given: str) -> str:
             raise ValueError(f"no such file ({given!r}); give a file, or the text of a template")
         return given
     try:
-        text = path.read_text(encoding="utf-8") if path.stat().st_size <= LONGEST else ""
+        text = path.read_text(encoding="utf-8") if path.stat().st_size <= MAX_CHARACTERS else ""
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{given} cannot be read: {error}") from None
     if "{" not in text:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 from pydantic import ValidationError
 
+from .dotted import did_you_mean
 from .foreign_values import answer_to, meant_by
 from .migration_hints import key_hints
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
     """Return ` Did you mean 'x'?`, or the list of known names."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if close:
-        return f" Did you mean '{close[0]}'?"
-    return f" Known: {', '.join(sorted(known))}." if known else " This version has none."
+    others = f" Known: {', '.join(sorted(known))}." if known else " This version has none."
+    return did_you_mean(name, known) or others
 
 
 def explain(error: ValidationError, known: Sequence[str], where: str) -> str:

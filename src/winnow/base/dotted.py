@@ -67,12 +67,16 @@ def _import(name: str) -> ModuleType:
         raise TargetError(f"no module named '{name}'.{nearest(name, known)}") from None
 
 
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Return ` Did you mean 'x'?`, or empty text without a close name."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """Return ` Did you mean 'x'?`, or all known names if they are few."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if close:
-        return f" Did you mean '{close[0]}'?"
-    return f" It has: {', '.join(sorted(known)[:8])}." if 0 < len(known) <= 8 else ""
+    few = f" It has: {', '.join(sorted(known)[:8])}." if 0 < len(known) <= 8 else ""
+    return did_you_mean(name, known) or few
 
 
 def class_for(table: Mapping[str, type], target: str) -> type:

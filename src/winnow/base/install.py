@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
 
 NAME = "winnow-rl"
 
@@ -17,17 +16,11 @@ def install(extra: str) -> str:
     checkout = Path(__file__).resolve().parents[3]
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e '{checkout}{extras}'"
-    origin = _origin()
+    try:
+        text = distribution(NAME).read_text("direct_url.json")  # PEP 610; absent for a package of an index
+    except PackageNotFoundError:
+        text = None
+    origin = json.loads(text) if text else {}
     vcs, url = origin.get("vcs_info", {}).get("vcs"), origin.get("url")
     source = f" @ {vcs}+{url}" if vcs else f" @ {url}"
     return f"pip install '{NAME}{extras}{source if url else ''}'"
-
-
-def _origin() -> dict[str, Any]:
-    """Return the PEP 610 origin; empty for a package of an index."""
-    try:
-        text = distribution(NAME).read_text("direct_url.json")
-    except PackageNotFoundError:
-        return {}
-    found: dict[str, Any] = json.loads(text) if text else {}
-    return found

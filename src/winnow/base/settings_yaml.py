@@ -10,13 +10,13 @@ import yaml
 
 from .errors import ConfigError
 
-MOST = 100_000
+MAX_VALUES = 100_000
 """Most values a text may expand to, counting every repeat of an anchor."""
 
 
 def load_yaml(text: str) -> Any:
     """Load a YAML text. Raises YAMLError with the line, also on duplicate keys, too deep nesting, and anchors that
-    contain themselves or expand to over `MOST` values."""
+    contain themselves or expand to over `MAX_VALUES` values."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -53,8 +53,8 @@ def _values(node: Any, known: dict[int, int | None]) -> int:
         count += sum(_values(key, known) + _values(value, known) for key, value in node.value)
     elif isinstance(node, yaml.SequenceNode):
         count += sum(_values(value, known) for value in node.value)
-    if count > MOST:
-        raise _error(f"anchors expand to over {MOST} values", node)
+    if count > MAX_VALUES:
+        raise _error(f"anchors expand to over {MAX_VALUES} values", node)
     known[id(node)] = count
     return count
 

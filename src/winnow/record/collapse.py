@@ -29,28 +29,28 @@ def ess_of(metrics: Metrics) -> float | None:
 
 
 def low_ess(rows: Sequence[Metrics]) -> list[Metrics]:
-    """Return the updates of the first spell of at least `PATIENCE` with `ess_of` under `LOW`, or an empty list.
+    """Return the updates of the first window of at least `PATIENCE` with `ess_of` under `LOW`, or an empty list.
 
     Steps without an update are ignored.
     """
-    spell: list[Metrics] = []
+    window: list[Metrics] = []
     for row in rows:
         ess = ess_of(row)
         if ess is None:
             continue
         if ess < LOW:
-            spell.append(row)
-        elif len(spell) >= PATIENCE:
+            window.append(row)
+        elif len(window) >= PATIENCE:
             break
         else:
-            spell = []
-    return spell if len(spell) >= PATIENCE else []
+            window = []
+    return window if len(window) >= PATIENCE else []
 
 
-def ess_message(spell: Sequence[Metrics]) -> str:
+def ess_message(window: Sequence[Metrics]) -> str:
     return (
-        f"the effective sample size was under {LOW:.0%} of the rollouts for {len(spell)} updates, from step "
-        f"{spell[0]['step']:.0f}: {ADVICE}"
+        f"the effective sample size was under {LOW:.0%} of the rollouts for {len(window)} updates, from step "
+        f"{window[0]['step']:.0f}: {ADVICE}"
     )
 
 

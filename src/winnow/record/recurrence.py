@@ -12,11 +12,11 @@ import sqlite3
 from dataclasses import dataclass
 
 HEAD = ("epochs between", "visits", "zero-variance again")
-LONGEST = 10
+LONGEST_GAP = 10
 """Gaps of this length or more are counted together."""
 
 _BY_GAP = f"""
-    SELECT MIN(epoch - previous_epoch, {LONGEST}), COUNT(*), SUM(kind <> 'none') FROM (
+    SELECT MIN(epoch - previous_epoch, {LONGEST_GAP}), COUNT(*), SUM(kind <> 'none') FROM (
       SELECT v.epoch, LAG(v.epoch) OVER prompt AS previous_epoch,
              o.zero_variance AS kind, LAG(o.zero_variance) OVER prompt AS previous_kind
       FROM visits v JOIN outcomes o ON o.visit = v.visit AND o.void = 0
@@ -30,7 +30,7 @@ class Recurrence:
     """Visits whose prompt had zero variance `gap` epochs before, and how many have it again."""
 
     gap: int
-    """Epochs; `LONGEST` means that many or more."""
+    """Epochs; `LONGEST_GAP` means that many or more."""
     visits: int
     zero: int
 
@@ -43,6 +43,6 @@ def recurrence(db: sqlite3.Connection) -> list[Recurrence]:
 def rows(found: list[Recurrence]) -> list[list[str]]:
     """Return cells under `HEAD`, one row a gap."""
     return [
-        [f"{a.gap}{' and more' if a.gap == LONGEST else ''}", f"{a.visits:,}", f"{a.zero / a.visits:.1%}"]
+        [f"{a.gap}{' and more' if a.gap == LONGEST_GAP else ''}", f"{a.visits:,}", f"{a.zero / a.visits:.1%}"]
         for a in found
     ]

@@ -17,7 +17,7 @@ from ..base.install import install
 from ..config import ConfigError, RunConfig, as_saved
 
 PROJECT = "winnow"
-KEPT = "trackers.json"
+TRACKER_IDS = "trackers.json"
 """Ids that a resume continues under, by tracker."""
 STEP = "train/global_step"
 """W&B's x axis of the metrics, as transformers names it."""
@@ -224,13 +224,13 @@ class Trackers:
 
 
 def _kept(run_dir: Path) -> dict[str, str]:
-    file = run_dir / KEPT
+    file = run_dir / TRACKER_IDS
     found: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return found
 
 
 def _keep(run_dir: Path, **values: str | None) -> None:
-    write_json(run_dir / KEPT, _kept(run_dir) | {k: value for k, value in values.items() if value}, private=True)
+    write_json(run_dir / TRACKER_IDS, _kept(run_dir) | {k: value for k, value in values.items() if value}, private=True)
 
 
 def _missing(settings: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,8 +97,8 @@ class Watchdogs:
     def _low_ess(self, row: Metrics) -> str | None:
         if ess_of(row) is not None:
             self._updates.append(row)
-        spell = low_ess(self._updates)
-        return ess_message(spell) if spell else None
+        window = low_ess(self._updates)
+        return ess_message(window) if window else None
 
     def _low_entropy(self, row: Metrics) -> str | None:
         if ENTROPY not in row:

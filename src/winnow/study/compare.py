@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..base.files import from_json
 from ..base.intervals import MIN_SEEDS, Estimate, mean_interval
@@ -203,12 +202,12 @@ def _notes(
     if small:
         which = f": {', '.join(small)}" if len(small) < len(methods) else ""
         notes.append(f"No interval is given for fewer than {MIN_SEEDS} seeds{which}.")
-    base = {run.seed: run for run in methods[baseline]}
+    models = {run.seed: run.config.get("model") for run in methods[baseline]}
     for name, members in methods.items():
         lacking = [s for s in pairs[name] if s not in pairs[baseline]]
         if lacking:
             notes.append(f"{name}: {baseline} has no run of seed {', '.join(map(str, lacking))}; not paired.")
-        starts = [run.seed for run in members if run.seed in base and _start(run) != _start(base[run.seed])]
+        starts = [run.seed for run in members if run.seed in models and run.config.get("model") != models[run.seed]]
         if starts:
             notes.append(f"{name}: starts from another model than {baseline} at seed {', '.join(map(str, starts))}.")
         free = [r.seed for r in pairs[name].values() if r.values["tokens_to_baseline"] == 0]
@@ -219,10 +218,6 @@ def _notes(
             )
         notes += _profile_costs(name, members)
     return notes
-
-
-def _start(run: RunData) -> Any:
-    return run.config.get("model")
 
 
 def _profile_costs(name: str, runs: Sequence[RunData]) -> list[str]:

@@ -24,7 +24,7 @@ from ..types import Fate
 
 RECIPES = {"countdown": "demo.yaml", "llm": "demo-llm.yaml"}
 """Recipes of `run_demo`, and their files in `assets`."""
-SHOWN = 6
+QUESTIONS_SHOWN = 6
 """Number of held-out questions whose first answers are shown before and after."""
 
 
@@ -113,7 +113,7 @@ def _answers(run_dir: Path) -> list[dict[str, str]]:
             "before": line["completion"],
             "after": last[visit]["completion"],
         }
-        for visit, line in list(first.items())[:SHOWN]
+        for visit, line in list(first.items())[:QUESTIONS_SHOWN]
     ]
 
 

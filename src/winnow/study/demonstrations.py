@@ -18,7 +18,7 @@ PAD, EOS = "<pad>", "<eos>"
 ROLES = ("system", "user", "assistant", "tool")
 COLUMNS = ("completion", "solution", "answer", "ground_truth")
 """Columns that may hold the completion to teach; the first one present is used."""
-READ = 100_000
+MAX_READ = 100_000
 """Most demonstrations that a tokenizer is made from."""
 BYTES = 256
 
@@ -58,7 +58,7 @@ class RowDemonstrations:
 
     def texts(self) -> Iterator[str]:
         """Yield text for a tokenizer: prompts and completions of the first rows."""
-        for row in self._rows_N[:READ].tolist():
+        for row in self._rows_N[:MAX_READ].tolist():
             prompt, completion = self._pair(row)
             said = [prompt.text or ""] if prompt.messages is None else [str(m.get("content")) for m in prompt.messages]
             yield from (*said, completion)

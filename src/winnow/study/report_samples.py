@@ -11,18 +11,8 @@ from ..base.sanitize import plain, visible
 from ..methods.gate.base import ALONE, OVERRIDE
 
 SAMPLE_KEYS = (
-    "step",
-    "visit",
-    "prompt_id",
-    "epoch",
-    "sibling",
-    "reward",
-    "fate",
-    "reason",
-    "stop_reason",
-    "tokens",
-    "segments",
-    "split",
+    *("step", "visit", "prompt_id", "epoch", "sibling", "reward", "fate", "reason", "stop_reason", "tokens"),
+    *("segments", "split"),
 )
 MAX_SIBLINGS = 16
 MAX_SEGMENTS, MAX_SEGMENT_TEXT = 16, 1_000
@@ -30,7 +20,7 @@ MAX_TEXT = 4_000
 """Characters kept of a prompt or completion."""
 NAMES = {"q": "predicted success", "chance": "survival"}
 """Readers' names for a gate's evidence."""
-UNSAID = {"raw", "known", ALONE, OVERRIDE}
+UNSAID = {"raw", ALONE, OVERRIDE}
 """Evidence that is not shown."""
 
 
