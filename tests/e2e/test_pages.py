@@ -162,7 +162,7 @@ def test_the_tutorial_for_somebody_from_trl(here: Path) -> None:
         exec(code, {})
     except RunStoppedError as error:
         assert "had no signal" in str(error)  # noqa: PT017
-    shorter = SHORTER | {"resume": ["max_steps=3"]}
+    shorter = SHORTER | {"train": [*SHORTER["train"], "max_skipped_steps=9"], "resume": ["max_steps=3"]}
     assert run_commands(after, shorter) == [
         *("verify", "report", "doctor", "train", "train", "train", "resume"),
         *("eval", "eval", "verify", "report", "train", "compare"),
