@@ -8,6 +8,7 @@ functions, classes and capitalised constants that they name.
 
 from __future__ import annotations
 
+import ast
 import dis
 import gc
 import os
@@ -101,8 +102,9 @@ class _Code:
         used = {name: function.__globals__[name] for name in names if name in function.__globals__}
         constants = {name: value for name, value in _constants(used).items() if name.isupper()}
         self.digests[function.__qualname__] = digest([[_byte_code(code) for code in codes], constants])
-        for module in _imports(function.__code__):
-            self._add_import(module, Path.cwd())
+        for step in (step for code in codes for step in dis.get_instructions(code)):
+            if step.opname == "IMPORT_NAME":
+                self._add_import(step.argval, Path.cwd())
         return [*used.values(), function.__defaults__]
 
     def _add_named(self, target: str) -> None:
@@ -143,18 +145,18 @@ class _Code:
         name, content = os.path.relpath(file, root), sha256(file)
         self.digests[name] = content if name not in self.digests else digest([self.digests[name], content])
         with suppress(SyntaxError, ValueError):  # what imports it says so
-            for module in _imports(compile(file.read_bytes(), name, "exec"), Path(name).parts):
+            for module in _imports(ast.parse(file.read_bytes()), Path(name).parts):
                 self._add_import(module, root)
 
 
-def _imports(code: CodeType, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the modules that the code of a file at `path` imports; `from a import b` may import a module `a.b`."""
-    for each in _nested(code):
-        steps = [step for step in dis.get_instructions(each) if step.opname != "EXTENDED_ARG"]
-        for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
-            if step.opname == "IMPORT_NAME":
-                package = path[: -level.argval] if level.argval else ()
-                yield from (".".join(filter(None, (*package, step.argval, n))) for n in names.argval or ("",))
+def _imports(tree: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
+    """Yield the modules that a file at `path` imports; `from a import b` may import a module `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = path[: -node.level] if node.level else ()
+            yield from (".".join(filter(None, (*package, node.module, alias.name))) for alias in node.names)
 
 
 def _is_own(path: Path) -> bool:
