@@ -131,7 +131,7 @@ class Marks(TrainerCallback):
 def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
     judge = Judge(w)
     with tempfile.TemporaryDirectory() as directory:
-        kept = Marks()
+        clock = Marks()
         trainer = Trainer(
             model=str(w.model_dir),
             train_dataset=[{"prompt": text} for text in w.prompts],
@@ -156,11 +156,11 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
                 "save_steps": 10_000,
                 "log_completions": 0,
             },
-            callbacks=[kept],
+            callbacks=[clock],
         )
         trainer.train()
-    phases = [{k.removeprefix("seconds/"): v for k, v in p.items() if "total" not in k} for p in kept.phases]
-    return judge.run(kept.marks, phases)
+    phases = [{k.removeprefix("seconds/"): v for k, v in p.items() if "total" not in k} for p in clock.phases]
+    return judge.run(clock.marks, phases)
 
 
 def quiet_trl(output_dir: str, device: str, **settings: Any) -> Any:
@@ -192,9 +192,9 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
     class Timed(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             start = time.perf_counter()
-            found = super()._generate_and_score_completions(inputs)
+            scored = super()._generate_and_score_completions(inputs)
             generation.append(time.perf_counter() - start)
-            return found
+            return scored
 
     try:
         with tempfile.TemporaryDirectory() as directory:
@@ -250,8 +250,8 @@ def measure(w: Workload, repeats: int, steps: int, device: str, threads: Sequenc
     chosen, tried = calibrate(w, device, threads)
     sides = {side: partial(run, w, chosen[side], steps, device) for side, run in SIDES.items()}
     rounds = in_turn(sides, repeats)
-    summaries = [{side: run.summary() for side, run in found.items()} for found in rounds]
-    found = {
+    summaries = [{side: run.summary() for side, run in runs.items()} for runs in rounds]
+    result = {
         "workload": asdict(w) | {"model_dir": w.name, "prompts": len(w.prompts), "rollouts": w.rollouts},
         "settings": {side: asdict(setting) for side, setting in chosen.items()},
         "calibration": tried,
@@ -261,8 +261,8 @@ def measure(w: Workload, repeats: int, steps: int, device: str, threads: Sequenc
             run["winnow"]["tokens_per_second"] / run["trl"]["tokens_per_second"] for run in summaries
         ),
     }
-    print(f"{w.name}: TRL takes so many times as long: {found['ratio']}", flush=True)
-    return found
+    print(f"{w.name}: TRL takes so many times as long: {result['ratio']}", flush=True)
+    return result
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -69,8 +69,7 @@ def rows_of(
     length. `equal_groups`: average within each group, then over groups. Raises FloatingPointError on a non-finite
     advantage.
     """
-    members: list[list[tuple[Rollout, float]]] = []
-    pools: list[tuple[float, Pool | None]] = []
+    members: list[list[Row]] = []  # of each group, whole rollouts, weighted by the advantage's factor only
     for number, (group, advantages_G) in enumerate(zip(groups, advantage.of_batch(groups), strict=True)):
         factor, pool = 1.0, None
         if isinstance(advantage, InUpdate):
@@ -82,21 +81,20 @@ def rows_of(
                 continue
             if not np.isfinite(a):
                 raise FloatingPointError(f"advantage {a} for visit {group.visit.number}, sibling {rollout.sibling}")
-            members[-1].append((rollout, float(a if pool is None else rollout.reward)))
-            pools.append((factor, pool))
+            members[-1].append(Row(rollout, float(a if pool is None else rollout.reward), factor, pool))
     pruned = [sum(r.fate == Fate.PRUNED for r in group.siblings) if unbiased else 0 for group in groups]
-    everyone = [member for some in members for member in some]
+    everyone = [member for of_group in members for member in of_group]
     means = list(zip(members, pruned, strict=True)) if equal_groups else [(everyone, sum(pruned))]
-    means = [(some, absent) for some, absent in means if len(some) + absent]
+    means = [(averaged, absent) for averaged, absent in means if len(averaged) + absent]
     weights: list[float] = []
-    for some, absent in means:
-        lengths = np.array([int(r.action_mask.sum()) for r, _ in some], dtype=np.float64)
-        times = np.array([1 / r.survival_p if unbiased else 1.0 for r, _ in some])
-        count = len(some) + absent
+    for averaged, absent in means:
+        lengths = np.array([int(row.rollout.action_mask.sum()) for row in averaged], dtype=np.float64)
+        times = np.array([1 / row.rollout.survival_p if unbiased else 1.0 for row in averaged])
+        count = len(averaged) + absent
         weights += token_weights(lengths, loss_type, max_completion_length, times, count, len(means)).tolist()
     rows: list[Row] = []
-    for (rollout, a), weight, (factor, pool) in zip(everyone, weights, pools, strict=True):
-        rows += _segments(Row(rollout, a, weight * factor, pool), number=len(rows))
+    for member, weight in zip(everyone, weights, strict=True):
+        rows += _segments(replace(member, weight=weight * member.weight), number=len(rows))
     return rows
 
 
