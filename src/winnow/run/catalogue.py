@@ -25,12 +25,12 @@ TABLES: dict[str, Mapping[str, type]] = {key: _TABLES[key] for key in _ORDER}
 def all_methods() -> list[dict[str, Any]]:
     """Return an entry per method: `field, name, summary, file, options` (option -> default), maybe `provides`."""
     entries = []
-    for field, table in TABLES.items():
+    for key, table in TABLES.items():
         for name in table:
             cls = table[name]
             summary = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
             file = cls.__module__.replace(".", "/") + ".py"
-            entry = {"field": field, "name": name, "summary": summary, "file": file, "options": defaults_of(cls)}
+            entry = {"field": key, "name": name, "summary": summary, "file": file, "options": defaults_of(cls)}
             provides = getattr(cls, "provides", None)
             entries.append(entry | ({"provides": sorted(provides)} if provides else {}))
     return entries

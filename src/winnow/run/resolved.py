@@ -20,7 +20,7 @@ from ..engine.loading import resolve_device
 from ..engine.saving import types_from
 from ..learner import LEARNERS, LearnerContext
 from ..learner.local.learner import LearnerOptions
-from ..methods.tables import TABLES, options_of
+from ..methods import tables
 from ..rollout.options import RolloutOptions
 from ..sampler import SYNCS, Processes, SamplerOptions
 from ..types import Purpose
@@ -47,7 +47,7 @@ class Options:
     @classmethod
     def from_config(cls, c: RunConfig) -> Options:
         """Raises ConfigError naming the key, and the nearest valid name or option."""
-        methods = options_of(c, TABLES)
+        methods = tables.options_of(c, tables.TABLES)
         sync, learner = method(SYNCS, c.sync, "sync"), method(LEARNERS, c.learner, "learner")
         return cls(methods, sync, learner, None if name_of(c.engine) == AUTO else method(ENGINES, c.engine, "engine"))
 
