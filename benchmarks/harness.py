@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from winnow.base.processor import processor
+from winnow.base.machine import processor
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness import in_a_process, machine, write_json
 
-from winnow.base.memory import resident_mib
+from winnow.base.machine import resident_mib
 from winnow.env.dataset import DatasetConfig
 from winnow.methods.select.greso import Greso
 

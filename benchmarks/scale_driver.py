@@ -32,7 +32,7 @@ import numpy as np
 from harness import machine, write_json
 from tables import fill, markdown
 
-from winnow.base.memory import heap_frozen
+from winnow.base.machine import heap_frozen
 from winnow.collect import Collector
 from winnow.config import validate
 from winnow.record.ledger import Ledger

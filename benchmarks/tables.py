@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from winnow.base.intervals import Estimate, mean_interval
+from winnow.methods.intervals import Estimate, mean_interval
 from winnow.study.compare import paired_estimate, reached_at
 from winnow.study.compare_data import Point
 

@@ -14,7 +14,7 @@ from families.base import Arm, Family, Start
 from runs import Run, metrics_of, summary
 from tables import SEEDS, Figures, Summary
 
-from winnow.base.intervals import mean_interval
+from winnow.methods.intervals import mean_interval
 
 ROOMS = Start(
     "alfworld",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .base.version import __version__
+from .base import __version__
 
 if TYPE_CHECKING:
     from .config import ConfigError, RunConfig, load_config

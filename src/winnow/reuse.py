@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from pydantic import PositiveInt
 
-from .base.lag_bands import LAG_BANDS, band_of
 from .base.noise import noise_key
-from .base.sections import ReuseConfig
+from .base.options import ReuseConfig
 from .base.state import State
 from .methods.correct import effective_sample_size
 from .methods.group_kind import GroupJudge
+from .methods.lag_bands import LAG_BANDS, band_of
 from .sampler.buffer import oldest_version
 from .sampler.codec import group_state
 from .types import Group, Job, Rollout, Visit

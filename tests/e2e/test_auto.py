@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-import winnow.base.processor as processor_module
+import winnow.base.machine as processor_module
 import winnow.run.resolve as machine_module
 from winnow import ConfigError, Trainer
 from winnow.run.plan import plan

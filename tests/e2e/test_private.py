@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from winnow import Trainer
-from winnow.base.paths import below_home
-from winnow.base.redact import redact
+from winnow.base.files import below_home
+from winnow.base.sanitize import redact
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.study.report import write_report
 

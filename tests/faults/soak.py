@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from winnow.base.processor import processor
+from winnow.base.machine import processor
 from winnow.rollout import answers
 from winnow.run.serve import PROCESS_NAME
 

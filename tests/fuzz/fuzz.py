@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from winnow.base.processor import processor
+from winnow.base.machine import processor
 
 from .targets import HANG_S, MEMORY_MIB, TARGETS
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from winnow.base.intervals import student
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.gate.audit import RuleAudit
 from winnow.methods.gate.estimates import Sums, WeightedMean
+from winnow.methods.intervals import student
 from winnow.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(40)]

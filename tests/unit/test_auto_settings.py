@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import winnow.base.processor as processor_module
+import winnow.base.machine as processor_module
 from tests.pretend_cuda import PretendCuda
-from winnow.base.processor import bfloat16_units, processor, usable_threads
+from winnow.base.machine import bfloat16_units, processor, usable_threads
 from winnow.config import ConfigError, RunConfig, name_of, validate
 from winnow.engine import LocalOptions, VllmOptions
 from winnow.run.budget import AT_MOST

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
-from winnow.base.intervals import mean_interval
 from winnow.config import ConfigError
+from winnow.methods.intervals import mean_interval
 from winnow.record.ledger import Ledger, LedgerError
 from winnow.record.records import RunDirectoryError
 from winnow.study.compare import Comparison, MethodResult, compare, reached_at

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from winnow import ConfigError, Trainer
-from winnow.base.paths import absolute_paths, missing_paths
+from winnow.base.files import absolute_paths, missing_paths
 from winnow.base.settings_yaml import read_yaml
 from winnow.config import METHODS
 from winnow.env import row_files

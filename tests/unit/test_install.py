@@ -15,8 +15,8 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from winnow import __version__
-from winnow.base import install as install_module
-from winnow.base.install import install
+from winnow.base import machine as install_module
+from winnow.base.machine import install
 from winnow.cli.main import app
 from winnow.cli.schema import config_schema
 from winnow.config import METHODS, load_config
@@ -55,7 +55,7 @@ def test_an_extra_comes_from_where_the_package_came(
     origin: dict[str, Any] | None, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(install_module, "distribution", lambda name: Distribution(origin))
-    monkeypatch.setattr(install_module, "__file__", "/usr/lib/python3/site-packages/winnow/base/install.py")
+    monkeypatch.setattr(install_module, "__file__", "/usr/lib/python3/site-packages/winnow/base/machine.py")
     assert install("ray") == line
 
 

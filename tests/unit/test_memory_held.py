@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.pretend_cuda import PretendCuda
-from winnow.base.memory import heap_frozen
+from winnow.base.machine import heap_frozen
 from winnow.base.weights import save_tensors
 from winnow.config import ConfigError, name_of
 from winnow.engine import LocalEngine, Request, SamplingParams
@@ -201,7 +201,7 @@ def test_a_heap_is_frozen_only_as_long_as_asked() -> None:
     """In a process of its own: to unfreeze is to unfreeze everything."""
     lines = [
         "import gc",
-        "from winnow.base.memory import heap_frozen",
+        "from winnow.base.machine import heap_frozen",
         "with heap_frozen():",
         "    assert gc.get_freeze_count() > 1000",
         "assert gc.get_freeze_count() == 0",

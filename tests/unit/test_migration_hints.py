@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from winnow.base.migration_hints import load_hints, reward_hint
+from winnow.base.config_errors import load_hints, reward_hint
 from winnow.config import ConfigError, RunConfig, validate
 from winnow.env.rewards.rewarder import Rewarder
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from winnow.base.lag_bands import LAG_BANDS
 from winnow.learner.local.learner import LocalLearner
 from winnow.learner.off_policy import lag_metrics, log_weights, sampling_metrics
 from winnow.learner.rows import Row
@@ -17,6 +16,7 @@ from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import STEP_SCALES
 from winnow.methods.correct.truncate import Truncate
+from winnow.methods.lag_bands import LAG_BANDS
 from winnow.methods.loss import LossConfig
 from winnow.types import Group
 

@@ -12,7 +12,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from winnow import Trainer
-from winnow.base.repetition import penalized, seen
+from winnow.base.token_filters import penalized, seen
 from winnow.engine import SamplingParams
 from winnow.engine.base import check_request
 from winnow.engine.local.engine import LocalEngine

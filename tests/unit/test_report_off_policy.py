@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from winnow.base.lag_bands import LAG_BANDS
+from winnow.methods.lag_bands import LAG_BANDS
 from winnow.sampler.handle import SamplerHandle, Stage
 
 from ..builders.pages import card, make_run, page

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from winnow.base.memory import gpu_gib
+from winnow.base.machine import gpu_gib
 from winnow.learner.base import Sizes
 from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.ranks import Rank

@@ -1,1 +1,3 @@
 """Helpers independent of rollouts: keyed noise, packed arrays, durable files, intervals, failpoints."""
+
+__version__ = "0.2.0"

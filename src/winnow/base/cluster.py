@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .install import install
+from .machine import install
 
 HOLD_S = 30.0
 """Timeout for starting the process that holds a GPU."""

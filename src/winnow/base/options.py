@@ -1,14 +1,15 @@
-"""Builds a method's options from its configuration value: `name`, or `{name: ..., option: value}`."""
+"""Options of methods, built from `name` or `{name: ..., option: value}`, and sections that belong to no method."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from .config_errors import explain, suggestion
 from .dotted import TargetError, class_for
@@ -94,3 +95,102 @@ def refuse_truths(given: Mapping[str, Any], taken: Mapping[str, Any], where: str
             raise ConfigError(f"{where}: {key}: expected a number, not {str(was).lower()}")
         if isinstance(was, Mapping) and isinstance(now, Mapping):
             refuse_truths(was, now, f"{where}: {key}")
+
+
+SaveDtype = Literal["float32", "bfloat16", "float16"]
+"""Dtypes a trained model can be saved in."""
+
+OF_ADAPTER = ("r", "alpha", "dropout", "target_modules")
+"""Keys of `lora` that a resumed adapter sets."""
+
+
+def weighs_equally(loss_type: str, group_weighting: str | None) -> bool:
+    """Return whether every group counts the same in the loss, whatever its size."""
+    return (group_weighting or ("size" if loss_type == "dapo" else "equal")) == "equal"
+
+
+class LoraConfig(BaseModel):
+    """Low-rank adapters through peft; leave `lora` out for full fine-tuning."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    r: int | None = Field(16, ge=1)
+    alpha: int | float | None = Field(32, gt=0)
+    dropout: float | None = Field(0.0, ge=0, lt=1)
+    target_modules: str | list[str] | None = "all-linear"
+    merge: bool = True
+    """Publish whole weights with adapters merged in; false: the adapters alone."""
+    resume: bool = False
+    """Train the adapter given as `model`. Keys left out (None) take the adapter's values."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_to_the_adapter(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("resume") is True:
+            return dict.fromkeys(OF_ADAPTER) | values
+        return values
+
+    @model_validator(mode="after")
+    def _needs_values(self) -> LoraConfig:
+        missing = [key for key in OF_ADAPTER if getattr(self, key) is None]
+        if missing and not self.resume:
+            raise ValueError(f"{missing[0]}: may be null only with resume: true; give a value")
+        return self
+
+
+class AuditConfig(BaseModel):
+    """Random overrides of skips and stops, which measure the errors of the rules; leave `audit` out to disable it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    epsilon: float = Field(0.05, ge=1e-4, le=1)
+    max_signal_loss: float | None = Field(None, gt=0, lt=1)
+
+
+class ReuseConfig(BaseModel):
+    """Several updates on a group, in later steps; leave `reuse` out to train on every group once."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    updates: int = Field(4, ge=2)
+    max_age: int = Field(16, ge=1)
+    min_ess: float = Field(0.5, ge=0, le=1)
+    audit: float = Field(0.0, ge=0, le=1)
+
+
+class SuccessConfig(BaseModel):
+    """Definition of a right answer: a reward of at least `at_least`, of one function or of the weighted sum of all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    function: str | None = None
+    at_least: float = 1.0
+
+
+def success_section(given: Any) -> Any:
+    """Expand the short forms of `success`: a number is `at_least`, a text is `function`."""
+    if isinstance(given, str):
+        return {"function": given}
+    return {"at_least": given} if isinstance(given, int | float) and not isinstance(given, bool) else given
+
+
+MAX_CHARACTERS = 1_000_000
+
+
+def template_text(given: str) -> str:
+    """Return the text of a template given as text or file; keep the name of one of the tokenizer's own templates.
+
+    Raises ValueError for a file that is missing, empty or not text.
+    """
+    if "{" in given or "\n" in given:
+        return given
+    path = Path(given).expanduser()
+    if path.is_dir():
+        raise ValueError(f"{given} is a directory; name the file in it, e.g. {path / 'chat_template.jinja'}")
+    if not path.is_file():
+        if not given.strip() or "/" in given or path.suffix:
+            raise ValueError(f"no such file ({given!r}); give a file, or the text of a template")
+        return given
+    try:
+        text = path.read_text(encoding="utf-8") if path.stat().st_size <= MAX_CHARACTERS else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{given} cannot be read: {error}") from None
+    if "{" not in text:
+        raise ValueError(f"{given} is no chat template: it has no {{{{ ... }}}} or {{% ... %}}")
+    return text

@@ -18,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.errors import ExpectedError
-from ..base.redact import redact
-from ..base.sanitize import visible
+from ..base.sanitize import redact, visible
 
 if TYPE_CHECKING:
     from ..config import RunConfig

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ..base.imports import quiet_imports
-from ..base.version import __version__
+from ..base import __version__
+from ..base.machine import quiet_imports
 from . import cluster, evaluate, gate, models, prepare, push, record, tables, train
 
 app = typer.Typer(

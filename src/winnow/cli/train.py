@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from ..base import cluster
 from ..base.errors import ConfigError
-from ..base.imports import lasting_imports
+from ..base.machine import lasting_imports
 from ..base.sanitize import visible
 from .console import Json, Overrides, Run, command, lines, progress_console, run_config, show
 

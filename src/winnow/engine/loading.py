@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
-from ..base.install import install
+from ..base.machine import install
 from ..config import ConfigError, LoraConfig
 from .lora import SETTINGS, Adapter, adapter_at, merged
 from .pretrained import file_of, hub_answers, located

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..base.files import bytes_of, from_json
-from ..base.install import install
+from ..base.machine import install
 from ..base.weights import is_finite
 from ..config import ConfigError
 from .pretrained import file_of, located

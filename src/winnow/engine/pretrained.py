@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..base.cache import cache_dir
 from ..base.dotted import nearest
-from ..base.files import fsync_tree, readable, sha256, write_json
-from ..base.install import install
+from ..base.files import cache_dir, fsync_tree, readable, sha256, write_json
+from ..base.machine import install
 from ..config import ConfigError
 
 MANIFEST = "winnow.json"

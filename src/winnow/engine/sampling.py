@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..base.nucleus import lowest_kept, relative_weights, running_sum
+from ..base.token_filters import lowest_kept, relative_weights, running_sum
 
 BLOCK, PIECE = 1024, 64
 """Vocabularies longer than a block are searched in two levels. A block's sum is the float64 sum of float32 sums of

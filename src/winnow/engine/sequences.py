@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..base.noise import uniform
-from ..base.repetition import penalized, seen
+from ..base.token_filters import penalized, seen
 from . import slots as col
 from .base import CAPABILITIES, Event, Finished, Request, check_request
 from .facts import Facts

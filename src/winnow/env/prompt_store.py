@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, cast, overload
 
 import numpy as np
 
-from ..base.cache import cache_dir
+from ..base.files import cache_dir
 from ..types import Message, Prompt
 from .private import private
 from .row_files import DataError, Row

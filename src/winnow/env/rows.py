@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.dotted import nearest
-from ..base.install import install
+from ..base.machine import install
 from .row_files import BATCH, SUFFIXES, DataError, Row, read_file
 from .synthetic_data import PREFIX, made_rows
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ..base.install import install
+from ..base.machine import install
 from ..config import ConfigError, MethodSpec, suggestion
 from ..env.base import Task
 from ..env.private import private

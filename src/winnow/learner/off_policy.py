@@ -11,8 +11,8 @@ from itertools import chain
 import numpy as np
 import torch
 
-from ..base.lag_bands import LAG_BANDS, band_of
 from ..methods.correct import effective_sample_size
+from ..methods.lag_bands import LAG_BANDS, band_of
 from ..types import Group
 from .base import Learner
 from .rows import Row, rollouts_of, unweighted_rows

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from ..base.sections import weighs_equally
+from ..base.options import weighs_equally
 from ..config import GroupWeighting, LossType
 from .correct import Correction
 from .correct.none import NoCorrection

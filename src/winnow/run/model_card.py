@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..base.redact import redact
-from ..base.version import __version__
+from ..base import __version__
+from ..base.sanitize import redact
 from ..config import RunConfig, name_of
 from ..types import Fate
 from .catalogue import all_methods

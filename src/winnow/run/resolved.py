@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..base.install import install
-from ..base.processor import bfloat16_units, usable_threads
+from ..base.machine import bfloat16_units, install, usable_threads
 from ..config import RunConfig, method, name_of
 from ..engine import ENGINES
 from ..engine.base import SamplingParams

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ..base.failpoint import failpoint
-from ..base.memory import gpu_gib, resident_mib
-from ..base.parent import call_itself, lines_with_parent
+from ..base.forkserver import call_itself, lines_with_parent
+from ..base.machine import gpu_gib, resident_mib
 from ..config import ConfigError, validate
 from ..engine.loading import load_tokenizer, quiet_transformers
 from ..engine.template import with_template

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from ..base.files import private_directory, readable
-from ..base.memory import heap_frozen
+from ..base.machine import heap_frozen
 from ..config import ConfigError, RunConfig
 from ..env.rewards.rewarder import RewardSpec
 from ..learner import LearnerLostError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..base.paths import absolute_paths, missing_paths
+from ..base.files import absolute_paths, missing_paths
 from ..config import METHODS, ConfigError, MethodSpec, RunConfig, method, name_of, section_of, validate
 from ..engine.loading import quiet_transformers
 from ..env.base import Demonstrator, Task

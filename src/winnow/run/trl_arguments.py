@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..base.foreign_values import answer_to
-from ..base.migration_hints import load_hints
+from ..base.config_errors import answer_to, load_hints
 from ..config import ConfigError, RunConfig, load_config, suggestion
 from .trainer_inputs import TrainerInputs
 

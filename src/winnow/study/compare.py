@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..base.files import from_json
-from ..base.intervals import MIN_SEEDS, Estimate, mean_interval
 from ..config import ConfigError, suggestion
+from ..methods.intervals import MIN_SEEDS, Estimate, mean_interval
 from .compare_data import Point, RunData, methods_of, read_run_data, single_runs
 
 SAME_EVALUATION = (

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.files import check_output, write_text
-from ..base.intervals import Estimate
 from ..base.sanitize import visible
+from ..methods.intervals import Estimate
 from .compare import Comparison, Measure, MethodResult
 from .report import count_text, render_page
 

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..base.imports import lasting_imports
+from ..base.machine import lasting_imports
 from ..base.sanitize import visible
 from ..config import ConfigError, RunConfig, build_options, read_settings, validate
 from ..record.failures import failures_of

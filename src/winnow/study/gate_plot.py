@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..base.errors import ConfigError
-from ..base.install import install
+from ..base.machine import install
 from .gate_sweep import Sweep, Swept
 
 ENDINGS = (".png", ".svg", ".pdf")

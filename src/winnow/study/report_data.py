@@ -18,8 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ..base.files import bytes_of, from_json
-from ..base.redact import redact
-from ..base.sanitize import plain, visible
+from ..base.sanitize import plain, redact, visible
 from ..methods.base import Chart
 from ..methods.pass_rates import BINS, histogram, read_profile, summary
 from ..record import recurrence

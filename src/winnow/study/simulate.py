@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.memory import heap_frozen
+from ..base.machine import heap_frozen
 from ..base.noise import noise_key, uniform_array
 from ..config import ConfigError, RunConfig
 from ..methods.pass_rates import PassRate, read_profile

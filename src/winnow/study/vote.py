@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ..base.intervals import mean_interval
 from ..config import ConfigError, RunConfig
 from ..env.base import Answering, Task
 from ..env.rewards.pooled import completion_text
 from ..env.rewards.scores import completion_of
 from ..methods.gate.arrol.head import FILE, HeadWeights, mean_logp
+from ..methods.intervals import mean_interval
 from ..methods.success import Success, require_decided
 from ..rollout.evaluate import rank_weights, summarize, weighted_vote
 from ..run.build_methods import build_success

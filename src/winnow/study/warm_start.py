@@ -21,9 +21,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..base.chat_template import template_text
 from ..base.files import readable
-from ..base.processor import usable_threads
+from ..base.machine import usable_threads
+from ..base.options import template_text
 from ..base.weights import state_once
 from ..config import ConfigError
 from ..engine.facts import end_where_rollouts_do

@@ -19,7 +19,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ..base.dotted import nearest
-from ..base.install import install
+from ..base.machine import install
 from ..base.options import CHECKED
 from ..base.state import Probability
 from ..env.base import OneTurn, RewardFn

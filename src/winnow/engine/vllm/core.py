@@ -41,7 +41,7 @@ LOOK_S: Final = 1.0
 GRACE_S: Final = 10.0
 """Seconds that a call which waits for a rank that ended has to notice."""
 FOLLOW: Final = (
-    "import sys; from winnow.base.parent import die_with; die_with(int(sys.argv[1])); "
+    "import sys; from winnow.base.forkserver import die_with; die_with(int(sys.argv[1])); "
     "from winnow.engine.vllm.core import follow; follow()"
 )
 

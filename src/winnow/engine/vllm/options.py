@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from ...base.install import install
+from ...base.machine import install
 from ...config import ConfigError
 from ..loading import ModelReference
 from ..sequences import SequenceEngine

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ...base.install import install
+from ...base.machine import install
 from ..workers.worker import WorkerError, shared_pool
 from .pooled import PooledReward, Row, gold_text
 

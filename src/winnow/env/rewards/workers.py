@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...base.redact import redact
+from ...base.sanitize import redact
 from ..workers.bwrap_worker import Cage
 from ..workers.worker import WorkerPool, worker_environment
 

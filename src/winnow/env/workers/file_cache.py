@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...base.cache import cache_dir
-from ...base.files import digest
+from ...base.files import cache_dir, digest
 from .worker import WorkerError, WorkerPool
 
 

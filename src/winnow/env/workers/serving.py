@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...base.parent import die_with, lines_with_parent
+from ...base.forkserver import die_with, lines_with_parent
 from .functions import awaited, describe_error, json_default, load_function
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...base import cluster
-from ...base.memory import gpu_gib, resident_mib
+from ...base.machine import gpu_gib, resident_mib
 from ...base.weights import TensorSpec, transfer_s
 from ...engine.loading import CPU, load_whole
 from ..base import LearnerLostError, Policy, Sizes

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
-from ...base.memory import gpu_memory_since
+from ...base.machine import gpu_memory_since
 from ...base.weights import StateWeights, WeightSource, adapters_of, save_tensors, state_once
 from ...engine.loading import prepare_cuda
 from ...engine.saving import Types, save_whole

@@ -10,8 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from ...base.nucleus import lowest_kept, relative_weights
-from ...base.repetition import penalized, seen
+from ...base.token_filters import lowest_kept, penalized, relative_weights, seen
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits held at once, forward or backward (256 MiB in float32)."""

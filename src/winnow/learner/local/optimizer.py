@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...base.install import install
+from ...base.machine import install
 
 Parameters = Mapping[str, torch.nn.Parameter]
 """Trained parameters by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ...base.nucleus import running_sum
+from ...base.token_filters import running_sum
 from ..segments import first_rows, sum_before, sum_by_rollout
 from .in_update import InUpdate, Weighing
 

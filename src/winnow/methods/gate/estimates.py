@@ -38,8 +38,8 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from ...base.intervals import Z_95, student
 from ...base.state import State
+from ..intervals import Z_95, student
 
 FORGOTTEN_WEIGHT = 1e-60
 """Sum of weights below which audits are forgotten: their squares are close to 0, no basis for later removals."""

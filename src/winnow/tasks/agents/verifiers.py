@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...base.files import digest
-from ...base.install import install
+from ...base.machine import install
 from ...env.base import OneTurn, RewardFn, Task
 from ...types import Message, Prompt
 from .task import AgentTask

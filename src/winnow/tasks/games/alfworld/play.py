@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-from ....base.install import install
+from ....base.machine import install
 from ....env.base import StepResult, before_stop
 from ....env.workers.file_cache import load_json
 from ..react import NOTHING, Style, normal_form, parse_action, worded

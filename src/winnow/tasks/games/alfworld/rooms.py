@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from ....base.files import digest
-from ....base.install import install
+from ....base.machine import install
 
 TaskType = Literal[
     "pick_and_place_simple",

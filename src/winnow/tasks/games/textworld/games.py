@@ -20,7 +20,7 @@ from typing import Any
 
 from ....base.dotted import nearest
 from ....base.files import digest
-from ....base.install import install
+from ....base.machine import install
 from ....env.workers.file_cache import load_json, save_json
 from ..react import NOTHING, worded, words
 from .play import LOST, WON, TextWorldEnv, play, readable, understood

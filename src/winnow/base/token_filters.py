@@ -1,4 +1,4 @@
-"""Token filters top-k, top-p and min-p, shared by sampler and learner.
+"""Token filters top-k, top-p and min-p, and the repetition penalty, shared by engines and learner.
 
 Rounded logits (bfloat16) often tie, and two rules for ties would be two distributions.
 """
@@ -55,3 +55,19 @@ def running_sum(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     finally:
         torch.use_deterministic_algorithms(True)
     return sums[: len(rows)].view(values.shape)
+
+
+def seen(ids_NL: torch.Tensor, n_tokens: int) -> torch.Tensor:
+    """Return bool [N, n_tokens]: which ids occur in each row of `ids_NL`."""
+    import torch
+
+    return torch.zeros(len(ids_NL), n_tokens, dtype=torch.bool, device=ids_NL.device).scatter_(1, ids_NL, True)
+
+
+def penalized(logits_NV: torch.Tensor, seen_NV: torch.Tensor, penalty: float | torch.Tensor) -> torch.Tensor:
+    """Divide positive logits of seen tokens by the penalty and multiply the others by it (Keskar et al. 2019, as in
+    transformers and vLLM). `penalty`: a number, or [N, 1]; 1 changes nothing."""
+    import torch
+
+    lowered_NV = torch.where(logits_NV > 0, logits_NV / penalty, logits_NV * penalty)
+    return torch.where(seen_NV, lowered_NV, logits_NV)

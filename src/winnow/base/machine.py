@@ -1,0 +1,142 @@
+"""This machine and this process: processor, memory, imports of large libraries, install commands of extras."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import platform
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+CPUINFO = Path("/proc/cpuinfo")
+FAST = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""CPU flags that decide which dtype is fast."""
+
+
+def processor() -> str:
+    """Return the processor's name and `FAST` flags."""
+    said = _first_core()
+    if not said:
+        return platform.processor() or platform.machine()
+    fast = ", ".join(flag for flag in FAST if flag in _flags(said))
+    return f"{said.get('model name', platform.machine())} ({fast})"
+
+
+def bfloat16_units() -> list[str]:
+    """Return the flags for bfloat16 faster than float32: `amx_bf16`, `avx512_bf16`, or an empty list."""
+    flags = _flags(_first_core())
+    return [flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags]
+
+
+def usable_threads() -> int:
+    """Return OMP_NUM_THREADS if set, else the cores available to this process; at least 1."""
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if said.isdigit() and int(said):
+        return int(said)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _first_core() -> dict[str, str]:
+    """Return the fields of the first core in /proc/cpuinfo; empty without that file."""
+    info = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
+    lines = [line.partition(":") for line in info.splitlines()]
+    return {key.strip(): value.strip() for key, _, value in reversed(lines) if key.strip()}
+
+
+def _flags(said: Mapping[str, str]) -> list[str]:
+    return said.get("flags", said.get("Features", "")).split()
+
+
+def gpu_gib() -> dict[str, float]:
+    """Return `gpu_memory_gib`, the peak GiB of this process's tensors on its GPU; empty without a GPU in use."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return {}
+    return {"gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def gpu_memory_since(device: Any) -> dict[str, float]:
+    """Return GiB of this process's tensors on the GPU, now and at the peak since the last call; empty on a CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return {}
+    held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"gpu/memory_gib": held / 2**30, "gpu/peak_memory_gib": peak / 2**30}
+
+
+def resident_mib() -> float:
+    """Return resident MiB, shared pages included; the peak where Linux does not report the current value."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@contextmanager
+def heap_frozen() -> Iterator[None]:
+    """Exclude all existing objects (modules, prompts) from the body's garbage collections, which would walk them.
+
+    With many samplers that walk was a quarter of the driver's time. A heap that the caller has frozen stays as it is:
+    the collector can only unfreeze everything.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+NOISY = ("torchao", "torch.utils._pytree")
+"""torchao names its kernels for absent GPUs; torch logs a deprecated call of torchao's."""
+
+
+def quiet_imports() -> None:
+    """Silence noisy loggers and progress bars in our own processes; a program that imports the package keeps both."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers follows it
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def lasting_imports() -> Iterator[None]:
+    """Disable garbage collection, a sixth of the import time: these objects last as long as the process."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+PACKAGE = "winnow-rl"
+
+
+def install(extra: str) -> str:
+    """Return the command that installs `extra` (empty for the package alone) from this copy's origin: its checkout,
+    directory, wheel or address."""
+    extras = f"[{extra}]" if extra else ""
+    checkout = Path(__file__).resolve().parents[3]
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e '{checkout}{extras}'"
+    try:
+        text = distribution(PACKAGE).read_text("direct_url.json")  # PEP 610; absent for a package of an index
+    except PackageNotFoundError:
+        text = None
+    origin = json.loads(text) if text else {}
+    vcs, url = origin.get("vcs_info", {}).get("vcs"), origin.get("url")
+    source = f" @ {vcs}+{url}" if vcs else f" @ {url}"
+    return f"pip install '{PACKAGE}{extras}{source if url else ''}'"
