@@ -47,8 +47,8 @@ def load(name: str) -> Family:
 def make_start(start: Start, family: Family, seed: int, work: Path) -> None:
     """Make a model and evaluate it as finished runs are."""
     from winnow.config import load_config
+    from winnow.run.inputs import build_demonstrator
     from winnow.run.standalone import evaluate_model
-    from winnow.run.trainer_inputs import build_demonstrator
     from winnow.study.warm_start import WarmStartConfig, warm_start
 
     path = start.directory(seed, work)
@@ -101,7 +101,8 @@ def train_arm(arm: Arm, family: Family, seed: int, work: Path, changes: Sequence
 
 
 def train(run: Path, recipe: str, overrides: Sequence[str]) -> None:
-    from winnow.config import ConfigError, load_config
+    from winnow.base.errors import ConfigError
+    from winnow.config import load_config
     from winnow.run.trainer import Trainer
 
     if (run / "model").exists():

@@ -19,7 +19,8 @@ from harness import ROOT, write_json
 from tables import fill, markdown
 from transformers import Qwen3Config
 
-from winnow.config import ConfigError, RunConfig, load_config
+from winnow.base.errors import ConfigError
+from winnow.config import RunConfig, load_config
 from winnow.engine import LocalOptions
 from winnow.engine.loading import build_meta_model
 from winnow.run.budget import GIB, USABLE, Budget, Gpus, Shapes

@@ -29,9 +29,9 @@ from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.loss import LossConfig
 from winnow.run.build import build_learner
+from winnow.run.inputs import build_task
 from winnow.run.resolve import resolve_here
 from winnow.run.standalone import opened
-from winnow.run.trainer_inputs import build_task
 from winnow.types import Group, Job, Visit
 
 APART = "apart"

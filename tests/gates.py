@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from winnow.builders.audited import Audited
 
 from winnow.methods.gate import Gate, GateContext, NamedRule
 from winnow.types import Group, GroupView, Token, Verdict
-
-from .builders.audited import Audited
 
 
 class Fake(Gate):

@@ -37,8 +37,7 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-from .pretended_tensors import (
+from winnow.pretended_tensors import (
     _REAL_DEVICE,
     ATTENTION,
     CUDA,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from .base import __version__
 
 if TYPE_CHECKING:
-    from .config import ConfigError, RunConfig, load_config
+    from .base.errors import ConfigError
+    from .config import RunConfig, load_config
     from .engine.local.engine import LocalEngine
     from .env.rewards.reward_model import RewardModel
     from .run.callbacks import TrainerCallback, TrainerControl, TrainerState
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ConfigError": "config",
+    "ConfigError": "base.errors",
     "LocalEngine": "engine.local.engine",
     "RewardModel": "env.rewards.reward_model",
     "RunConfig": "config",

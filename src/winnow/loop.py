@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .base.errors import ConfigError
 from .base.failpoint import failpoint
 from .base.state import Count, at
 from .base.weights import FiniteWeights, RemoteWeights
 from .collect import Batch, Collector, CollectorState
-from .config import ConfigError
 from .learner.base import Learner
 from .learner.step import OptimizerStep
 from .methods.gate.audit import rules_of

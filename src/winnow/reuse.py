@@ -20,8 +20,8 @@ import torch
 from pydantic import PositiveInt
 
 from .base.noise import noise_key
-from .base.options import ReuseConfig
 from .base.state import State
+from .config.options import ReuseConfig
 from .methods.correct import effective_sample_size
 from .methods.group_kind import GroupJudge
 from .methods.lag_bands import LAG_BANDS, band_of

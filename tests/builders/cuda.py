@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from winnow.unit.engine_models import word_tokenizer
 
-from winnow.config import LoraConfig, validate
+from winnow.config import validate
+from winnow.config.options import LoraConfig
 from winnow.learner.fsdp.sharded import ShardedLearner
 from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
@@ -18,10 +20,8 @@ from winnow.learner.local.reference import frozen_copy
 from winnow.learner.rows import Pool, Row
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
-from winnow.run.build_policy import with_lora
+from winnow.run.build import with_lora
 from winnow.types import Rollout
-
-from ..unit.engine_models import word_tokenizer
 
 LAYERS, VOCAB = 2, 300
 BF16 = {"compute_dtype": torch.bfloat16}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from winnow.config import RunConfig
+from winnow.engine.initial_model import InitialModel
 from winnow.env.base import Task
 from winnow.run.budget import Budget, Shapes
-from winnow.run.initial_model import InitialModel
 from winnow.run.resolve import engine_for_run, resolve
 from winnow.run.resolved import Machine, Options, Resolved
 from winnow.sampler import SamplerContext

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from winnow.record.ledger import Ledger
+from winnow.runs import assert_clean
 
-from .runs import assert_clean
+from winnow.record.ledger import Ledger
 
 
 def assert_trained(run_dir: Path, steps: int) -> None:

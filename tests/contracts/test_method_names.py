@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import winnow
-from winnow.run.catalogue import TABLES
+from winnow.run.resolved import TABLES
 
 SOURCE = Path(winnow.__file__).parent
 KEYS = ("selector", "rollout_batch", "group_size", "gates", "filter", "advantage", "correction", "step_scale")

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from winnow.builders.agents import SHARING, agent_config
+from winnow.builders.runs import assert_clean, fingerprint, metrics_of
 
 from winnow import Trainer
-
-from ..builders.agents import SHARING, agent_config
-from ..builders.runs import assert_clean, fingerprint, metrics_of
-from ..builders.tokenizers import chat_model  # noqa: F401
 
 
 @pytest.fixture

@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from winnow.builders.runs import assert_clean, metrics_of, metrics_so_far
+from winnow.builders.samplers import process_of
 
-from winnow import Trainer
-from winnow.config import ConfigError
+from winnow import Trainer, parity
+from winnow.base.errors import ConfigError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
-
-from .. import parity
-from ..builders.runs import assert_clean, metrics_of, metrics_so_far
-from ..builders.samplers import process_of
 
 REWARD = f"{parity.__file__}:parity_reward"
 
@@ -111,7 +109,7 @@ def test_what_else_a_run_may_ask_for(options: dict[str, Any], config: dict[str, 
 @pytest.mark.slow
 def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("textworld")
-    from winnow.run.trainer_inputs import build_demonstrator
+    from winnow.run.inputs import build_demonstrator
     from winnow.study.warm_start import WarmStartConfig, warm_start
 
     env: dict[str, Any] = {

@@ -13,7 +13,7 @@ from tests.parity import parity_reward
 from winnow import Trainer
 from winnow.config import validate
 from winnow.record.ledger import Ledger
-from winnow.run.model_card import write_card
+from winnow.run.hub import write_card
 
 
 def test_the_card_of_a_run(tiny_config: dict[str, Any]) -> None:

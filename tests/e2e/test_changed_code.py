@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from winnow.builders.runs import metrics_of
 
 from winnow import ConfigError, Trainer
 from winnow.base import dotted
-from winnow.run.user_code import code_of
-
-from ..builders.runs import metrics_of
+from winnow.record.user_code import code_of
 
 SOURCES = {
     "rewards.py": """
@@ -303,7 +302,7 @@ def test_functions_of_a_notebook() -> None:
 
 def test_a_run_of_before_says_nothing(tiny_config: dict[str, Any], sources: Path) -> None:
     run = begin(tiny_config, "function", sources)
-    from winnow.run.user_code import changes
+    from winnow.record.user_code import changes
 
     assert changes({}, {"rewards.py": "a"}, 1, strict=True) == ""
     assert changes({"a.py": "1", "b.py": "2"}, {"c.py": "1", "b.py": "2"}, 1, strict=True) == ""

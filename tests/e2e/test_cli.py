@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from winnow.builders.commands import REWARD, winnow
 
 from winnow.cli.main import app
-from winnow.run.placement import does_not_fit
-
-from ..builders.commands import REWARD, winnow
+from winnow.run.preflight import does_not_fit
 
 
 @pytest.fixture

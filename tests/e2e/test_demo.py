@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from winnow.config import ConfigError
+from winnow.base.errors import ConfigError
 from winnow.study.demo import run_demo
 
 SMALL = ("max_steps=1", "seed=1", "warm_start.max_steps=2", "eval_prompts=4", "eval_generations=1")

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 
 from winnow import Trainer
 from winnow.cli.main import app
-from winnow.config import METHODS, RunConfig, method, validate
+from winnow.config import METHODS, RunConfig, validate
+from winnow.config.options import method
 from winnow.record.stop_conditions import RunStoppedError
-from winnow.run.catalogue import TABLES
-
-from ..builders.tokenizers import chat_model  # noqa: F401
+from winnow.run.resolved import TABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from winnow.builders.runs import metrics_of
 
 from winnow import Trainer
-from winnow.config import ConfigError
+from winnow.base.errors import ConfigError
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError, TaskSolvedError
 from winnow.run.plan import plan
 from winnow.study.compare_data import read_run_data
 from winnow.study.pass_rates import profile_model
 from winnow.study.report import report_data, write_report
-
-from ..builders.runs import metrics_of
 
 FILTERED = {"filter": {"name": "zero_variance", "max_refill_rounds": 2}, "max_steps": 50, "eval_steps": None}
 EVALUATED = {"max_steps": 1, "eval_steps": 1, "eval_prompts": 2, "eval_generations": 2}

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from winnow.builders.poisoned import WEIGHT, poisoned
+from winnow.builders.runs import assert_clean
 
-from winnow import Trainer
+from winnow import Trainer, parity
 from winnow.run import checkpoint
-
-from .. import parity
-from ..builders.poisoned import WEIGHT, poisoned
-from ..builders.runs import assert_clean
 
 
 @pytest.mark.cases(one_in=3)

@@ -15,8 +15,10 @@ from uuid import uuid4
 import numpy as np
 import psutil
 import pytest
+from winnow.builders.rewards import score_all
 
-from winnow.config import ConfigError, validate
+from winnow.base.errors import ConfigError
+from winnow.config import validate
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.workers import RewardWorkers
 from winnow.env.workers import bwrap_worker
@@ -25,10 +27,8 @@ from winnow.env.workers.bwrap_worker import Cage
 from winnow.env.workers.sandbox import Sandbox, SandboxOptions
 from winnow.env.workers.worker import WorkerError, WorkerPool
 from winnow.run.build import build_rewarder
-from winnow.run.trainer_inputs import build_task
+from winnow.run.inputs import build_task
 from winnow.types import Group, Prompt, Rollout, Verdict, Visit
-
-from ..builders.rewards import score_all
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

@@ -19,9 +19,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from winnow.base.machine import processor
+from winnow.targets import HANG_S, MEMORY_MIB, TARGETS
 
-from .targets import HANG_S, MEMORY_MIB, TARGETS
+from winnow.base.machine import processor
 
 _RUNS = re.compile(r"#(\d+)\s")
 _SUMS = ("inputs", "seconds", "cpu_seconds")

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union
 
-from winnow.config import RunConfig
-from winnow.run.catalogue import TABLES
+from winnow.rising import Rising
 
-from .rising import Rising
+from winnow.config import RunConfig
+from winnow.run.resolved import TABLES
 
 LISTS = ("gates",)
 """Fields that hold several methods."""

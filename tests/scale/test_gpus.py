@@ -13,10 +13,11 @@ import torch
 
 from winnow import Trainer
 from winnow.base import cluster
-from winnow.config import ConfigError, RunConfig, validate
+from winnow.base.errors import ConfigError
+from winnow.config import RunConfig, validate
 from winnow.learner import Fsdp
 from winnow.learner.fsdp.ranks import Ranks
-from winnow.run import placement
+from winnow.run import preflight as placement
 from winnow.sampler import Ray
 from winnow.sampler.ray import ActorChannel
 

@@ -16,20 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
-
-from winnow import Trainer
-from winnow.base.cluster import node_name
-from winnow.config import ConfigError
-from winnow.record.stop_conditions import RunStoppedError
-from winnow.run import cluster_check
-from winnow.sampler import pool
-from winnow.sampler.pool import SamplerPool
-
-from ..builders.nodes import (
+from winnow.builders.nodes import (
     REWARD,
     assert_clean,
-    cluster,  # noqa: F401
-    config,  # noqa: F401
     more_steps,
     processes,
     ray,
@@ -38,6 +27,14 @@ from ..builders.nodes import (
     train_while,
     wait_for,
 )
+
+from winnow import Trainer
+from winnow.base.cluster import node_name
+from winnow.base.errors import ConfigError
+from winnow.record.stop_conditions import RunStoppedError
+from winnow.sampler import pool
+from winnow.sampler.pool import SamplerPool
+from winnow.study import doctor as cluster_check
 
 
 def train_past(config: dict[str, Any], happens: Callable[[], None]) -> None:

@@ -14,19 +14,17 @@ import psutil
 import pytest
 import yaml
 from typer.testing import CliRunner
+from winnow.builders.nodes import wait_for
+from winnow.builders.runs import REPEATING, metrics_of, metrics_so_far
 
-from winnow import Trainer
+from winnow import Trainer, parity
 from winnow.base import cluster
+from winnow.base.errors import ConfigError
 from winnow.cli.main import app
-from winnow.config import ConfigError
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
-from winnow.run import placement
+from winnow.run import preflight as placement
 from winnow.sampler import ray as sampler_ray
-
-from .. import parity
-from ..builders.nodes import wait_for
-from ..builders.runs import REPEATING, metrics_of, metrics_so_far
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")

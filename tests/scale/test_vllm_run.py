@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from winnow.builders.vllm_runs import EVERYTHING, VLLM, rollouts, train
 
-from winnow.config import ConfigError
+from winnow.base.errors import ConfigError
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.standalone import evaluate_model
-
-from ..builders.vllm_runs import (
-    EVERYTHING,
-    VLLM,
-    config,  # noqa: F401
-    rollouts,
-    train,
-)
 
 pytest.importorskip("vllm")
 

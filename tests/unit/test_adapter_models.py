@@ -12,21 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from winnow.builders.adapters import CPU, REWARDS, adapted, changed, logits
 
 from winnow import Trainer
-from winnow.config import ConfigError, validate
+from winnow.base.errors import ConfigError
+from winnow.config import validate
+from winnow.engine.initial_model import InitialModel
 from winnow.engine.loading import load_causal_lm, load_tokenizer
-from winnow.run.initial_model import InitialModel
 from winnow.run.standalone import evaluate_model
-
-from ..builders.adapters import (
-    CPU,
-    REWARDS,
-    adapted,
-    adapter,  # noqa: F401
-    changed,
-    logits,
-)
 
 
 @pytest.fixture(params=["tied", "untied"])

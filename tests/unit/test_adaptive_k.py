@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.config import ConfigError, method
+from winnow.base.errors import ConfigError
+from winnow.config.options import method
 from winnow.methods.size import SIZES, GroupSize
 from winnow.methods.size.adaptive_k import AdaptiveK
 from winnow.types import Prompt

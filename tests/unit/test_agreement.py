@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from winnow.learner_models import VOCABULARY, WORDS, learner_of, llama, sampled
+from winnow.parity import parity_reward
 
-from winnow import Trainer
+from winnow import Trainer, parity
+from winnow.base.errors import ConfigError
 from winnow.base.weights import Weights, state_of
-from winnow.config import ConfigError
 from winnow.engine import ModelReference
 from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
@@ -30,10 +32,6 @@ from winnow.run.preflight import check_agreement
 from winnow.study.report import report_data
 from winnow.study.warm_start import word_tokenizer
 from winnow.types import Group, Rollout, Segment
-
-from .. import parity
-from ..parity import parity_reward
-from .learner_models import VOCABULARY, WORDS, learner_of, llama, sampled
 
 
 @pytest.fixture(scope="module")

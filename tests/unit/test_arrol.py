@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from winnow.builders.arrol import H, built, group_of, play, rollout, view
+from winnow.gates import ask, plain
 
-from winnow.config import ConfigError
+from winnow.base.errors import ConfigError
 from winnow.learner.rows import rows_of
 from winnow.methods.gate.arrol.calibration import survival_factor
 from winnow.methods.gate.arrol.gate import Arrol, _sampled_after
 from winnow.methods.gate.arrol.rule import forced_beyond
 from winnow.types import Decision, Group, Prompt, Token, Turn, Verdict, Visit
-
-from ..builders.arrol import H, built, group_of, play, rollout, view
-from ..gates import ask, plain
 
 
 def test_nothing_is_pruned_while_it_is_cold_and_then_the_keep_rate_is_kept() -> None:
@@ -207,7 +206,7 @@ def test_horvitz_thompson_gradients_are_unbiased() -> None:
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
-    from winnow.config import method
+    from winnow.config.options import method
     from winnow.methods.gate import GATES
 
     with pytest.raises(ConfigError, match=message):

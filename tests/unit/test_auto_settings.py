@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from winnow.builders.resolving import resolved
 
 import winnow.base.machine as processor_module
 from tests.pretend_cuda import PretendCuda
+from winnow.base.errors import ConfigError
 from winnow.base.machine import bfloat16_units, processor, usable_threads
-from winnow.config import ConfigError, RunConfig, name_of, validate
+from winnow.config import RunConfig, validate
+from winnow.config.options import name_of
 from winnow.engine import LocalOptions, VllmOptions
+from winnow.engine.initial_model import InitialModel
+from winnow.record.resume_keys import changes_of, resumed_config
 from winnow.run.budget import AT_MOST
 from winnow.run.checkpoint import refuse_changes
-from winnow.run.initial_model import InitialModel
 from winnow.run.resolve import (
     CPU_ACTIVATION_BYTES,
     LONGEST_ROW_SHARE,
@@ -31,9 +35,6 @@ from winnow.run.resolve import (
     threads_for,
 )
 from winnow.run.resolved import Machine
-from winnow.run.resume_keys import changes_of, resumed_config
-
-from ..builders.resolving import resolved
 
 AMX = "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\nmodel name\t: other\nflags\t\t: fpu\n"
 ZEN4 = "model name\t: EPYC\nflags\t\t: avx2 avx512f avx512_bf16\n"

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from winnow.builders.budgets import RECIPES, UPDATES, VOCAB, config, qwen3, rows_of, shell, total
+from winnow.builders.resolving import budget
+from winnow.engine_models import word_tokenizer
 
 from tests.pretend_cuda import PretendCuda
+from winnow.base.errors import ConfigError
 from winnow.base.noise import noise_key
 from winnow.base.weights import FiniteWeights
-from winnow.config import ConfigError, load_config, name_of
+from winnow.config import load_config
+from winnow.config.options import name_of
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.loading import build_meta_model
 from winnow.learner import batch
@@ -26,21 +31,8 @@ from winnow.methods.loss import LossConfig
 from winnow.run import budget as budget_module
 from winnow.run import resolved as resolved_module
 from winnow.run.budget import GIB, Gpus, Shapes
-from winnow.run.build_policy import with_lora
+from winnow.run.build import with_lora
 from winnow.run.plan import plan_for
-
-from ..builders.budgets import (
-    RECIPES,
-    UPDATES,
-    VOCAB,
-    config,
-    qwen3,
-    rows_of,
-    shell,
-    total,
-)
-from ..builders.resolving import budget
-from .engine_models import word_tokenizer
 
 
 @pytest.mark.cases(one_in=5)

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from winnow.base.settings_yaml import read_yaml
-from winnow.config import ConfigError, apply_override, load_config, method, read_settings, validate
+from winnow.base.errors import ConfigError
+from winnow.config import apply_override, load_config, read_settings, validate
+from winnow.config.options import method
+from winnow.config.settings_yaml import read_yaml
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
-from winnow.run.catalogue import TABLES
+from winnow.run.resolved import TABLES
 
 GOOD = {"model": "m", "env": "countdown"}
 

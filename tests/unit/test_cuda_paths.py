@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from winnow.builders.cuda import BF16, LAYERS, PLAIN, UPDATES, VOCAB, learner_of, qwen3, rank_of_one, rows_of, step_of
+from winnow.engine_models import word_tokenizer
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.noise import noise_key
@@ -36,13 +38,10 @@ from winnow.learner.off_policy import sampling_metrics
 from winnow.learner.rows import Row
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
-from winnow.run import doctor
 from winnow.run.resolve import resolve_here
 from winnow.sampler.in_process import InProcessSampler
+from winnow.study import doctor
 from winnow.types import Rollout
-
-from ..builders.cuda import BF16, LAYERS, PLAIN, UPDATES, VOCAB, learner_of, qwen3, rank_of_one, rows_of, step_of
-from .engine_models import word_tokenizer
 
 
 def test_the_checker_finds_what_is_seeded() -> None:

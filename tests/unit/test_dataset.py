@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from winnow.builders.datasets import build, build_rows, plain_ids, write
 
 from winnow import ConfigError
 from winnow.base.dotted import TargetError
@@ -23,8 +24,6 @@ from winnow.env import prompt_store, row_files
 from winnow.env import rows as rows_module
 from winnow.env.dataset import DatasetConfig, content_of
 from winnow.env.row_files import DataError
-
-from ..builders.datasets import build, build_rows, plain_ids, write
 
 
 def test_text_and_columns(tmp_path):

@@ -11,9 +11,15 @@ from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from winnow.builders.audited import Audited
+from winnow.builders.divergence import Walk, digest, view_of
+from winnow.builders.runs import metrics_of
+from winnow.builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run
+from winnow.gates import Fake, ask, named
 
 from winnow import Trainer
-from winnow.config import ConfigError, method
+from winnow.base.errors import ConfigError
+from winnow.config.options import method
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import StepResult
 from winnow.env.rewards.rewarder import Rewarder
@@ -28,12 +34,6 @@ from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.study.gate_tables import read_recorded
 from winnow.types import EnvStep, Fate, GroupView, Job, Token, Verdict, Visit
-
-from ..builders.audited import Audited
-from ..builders.divergence import Walk, digest, view_of
-from ..builders.runs import metrics_of
-from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run
-from ..gates import Fake, ask, named
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import yaml
 from winnow.cli.main import app
 from winnow.config import RunConfig
 from winnow.engine import CAPABILITIES
-from winnow.run.catalogue import TABLES
+from winnow.run.resolved import TABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]

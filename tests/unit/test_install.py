@@ -21,7 +21,7 @@ from winnow.cli.main import app
 from winnow.cli.schema import config_schema
 from winnow.config import METHODS, load_config
 from winnow.env.workers.bubblewrap import SandboxError
-from winnow.run import doctor
+from winnow.study import doctor
 
 ROOT = Path(__file__).parents[2]
 CHECKOUT = f"pip install -e '{ROOT}[ray]'"

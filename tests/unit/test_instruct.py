@@ -12,24 +12,19 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
+from winnow.builders.tokenizers import CHATML, chat_tokenizer
 
 from winnow import Trainer
+from winnow.base.errors import ConfigError
 from winnow.cli.main import app
-from winnow.config import ConfigError
 from winnow.engine.facts import Facts
 from winnow.env.dataset import DatasetConfig
 from winnow.env.prompting import PromptError, encode_prompt
 from winnow.env.row_files import DataError
 from winnow.run.preflight import warn_of_failing_prompts
-from winnow.run.prompt_example import on_one_line
 from winnow.study.report import report_data
+from winnow.tasks.prompt_example import on_one_line
 from winnow.types import Prompt
-
-from ..builders.tokenizers import (
-    CHATML,
-    chat_model,  # noqa: F401
-    chat_tokenizer,
-)
 
 NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML

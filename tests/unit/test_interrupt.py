@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from winnow.cli import run
-from winnow.run.interrupt import StopSignals
+from winnow.run.trainer import StopSignals
 
 
 def test_a_signal_in_the_middle_of_an_import_that_announcing_needs(

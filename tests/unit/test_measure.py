@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from tests.pretend_cuda import PretendCuda
 from winnow.cli.main import app
-from winnow.run import measure as module
-from winnow.run.measure import CHECKS, SkippedError, measure
+from winnow.study import measure as module
+from winnow.study.measure import CHECKS, SkippedError, measure
 
 SHORT = {"prompts_per_step": 2, "num_generations": 2, "max_prompt_length": 16, "max_completion_length": 16}
 

@@ -12,11 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from winnow.builders.budgets import BFLOAT16, QWEN3, SIZES, VOCAB, config, qwen3, rows_of, shell, total
+from winnow.builders.resolving import budget, resolved
+from winnow.engine_models import make_model, word_tokenizer
 
 from tests.pretend_cuda import PretendCuda
+from winnow.base.errors import ConfigError
 from winnow.base.machine import heap_frozen
 from winnow.base.weights import save_tensors
-from winnow.config import ConfigError, name_of
+from winnow.config.options import name_of
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.loading import load_tokenizer, load_whole
 from winnow.engine.local.hf import HFBackend
@@ -28,24 +32,9 @@ from winnow.learner.local.reference import frozen_copy
 from winnow.methods.loss import LossConfig
 from winnow.run import budget as budget_module
 from winnow.run.budget import GIB, Shapes, host_budget
-from winnow.run.build import build_learner
-from winnow.run.build_policy import build_policy, with_lora
+from winnow.run.build import build_learner, build_policy, with_lora
+from winnow.run.inputs import build_task
 from winnow.run.standalone import model_config, opened
-from winnow.run.trainer_inputs import build_task
-
-from ..builders.budgets import (
-    BFLOAT16,
-    QWEN3,
-    SIZES,
-    VOCAB,
-    config,
-    qwen3,
-    rows_of,
-    shell,
-    total,
-)
-from ..builders.resolving import budget, resolved
-from .engine_models import make_model, word_tokenizer
 
 
 @pytest.mark.cases(one_in=5)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from winnow.base.config_errors import load_hints, reward_hint
-from winnow.config import ConfigError, RunConfig, validate
+from winnow.base.errors import ConfigError
+from winnow.config import RunConfig, validate
+from winnow.config.errors import load_hints, reward_hint
 from winnow.env.rewards.rewarder import Rewarder
 
 GOOD = {"model": "m", "env": "countdown"}

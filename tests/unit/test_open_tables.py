@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from winnow.builders.groups import make_group
+from winnow.builders.runs import _train_until, assert_clean, fingerprint, resume, train
+from winnow.fake_run import FakeRun
 
-from winnow import Trainer
+from winnow import Trainer, parity
 from winnow.base.dotted import interface
-from winnow.config import ConfigError, method, validate
+from winnow.base.errors import ConfigError
+from winnow.config import validate
+from winnow.config.options import method
 from winnow.engine import ENGINES
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
@@ -20,16 +25,11 @@ from winnow.methods.gate import GATES, Gate
 from winnow.methods.select import SELECTORS, StreamSelector
 from winnow.methods.size import ROLLOUT_BATCHES, SIZES, GroupSize, checked_additional_size, checked_size
 from winnow.run.build_methods import build_methods
+from winnow.run.inputs import TrainerInputs
 from winnow.run.resolved import Options
-from winnow.run.trainer_inputs import TrainerInputs
 from winnow.sampler import SYNCS
 from winnow.tasks import ENVS
 from winnow.types import GroupKind, Prompt
-
-from .. import parity
-from ..builders.groups import make_group
-from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
-from .fake_run import FakeRun
 
 RULES = '''
 from __future__ import annotations

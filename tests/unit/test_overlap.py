@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from winnow.builders.toy_rollouts import EchoEnv, ToyTask, run
+from winnow.gates import Fake
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import StepResult
@@ -18,9 +20,6 @@ from winnow.env.rewards.rewarder import Rewarder
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import OVERLAP, RolloutRunner
 from winnow.types import EnvStep, Fate, Group, Job, Verdict, Visit
-
-from ..builders.toy_rollouts import EchoEnv, ToyTask, policy, run  # noqa: F401
-from ..gates import Fake
 
 
 class Elsewhere:

@@ -19,8 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from winnow.base.errors import ConfigError
 from winnow.base.files import sha256
-from winnow.config import ConfigError
 from winnow.engine import pretrained
 from winnow.engine.loading import load_causal_lm, load_tokenizer
 from winnow.engine.pretrained import Pretrained, directory_of, get, located

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from winnow.config import validate
+from winnow.engine.initial_model import InitialModel
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, read_profile, summary
 from winnow.methods.success import Success
 from winnow.rollout.evaluate import run_jobs
 from winnow.rollout.profile import CHUNK, Profiler
 from winnow.rollout.runner import RolloutRunner
-from winnow.run.build_policy import build_policy
-from winnow.run.initial_model import InitialModel
+from winnow.run.build import build_policy
+from winnow.run.inputs import build_task
 from winnow.run.resolved import rollout_options, sampling_params
-from winnow.run.trainer_inputs import build_task
 
 LINE = {"id": "a", "n": 16, "correct": 3, "mean_reward": 0.1875}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from winnow.config import ConfigError
+from winnow.base.errors import ConfigError
 from winnow.engine.base import Finished, Request, SamplingParams
 from winnow.engine.loading import load_causal_lm, load_tokenizer
 from winnow.engine.local.engine import LocalEngine

@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from winnow.builders.runs import assert_clean, fingerprint, metrics_of
+from winnow.fake_run import FakeRun
 
-from winnow import Trainer
+from winnow import Trainer, parity
+from winnow.base.errors import ConfigError
 from winnow.base.state import at
-from winnow.config import ConfigError, ReuseConfig
+from winnow.config.options import ReuseConfig
 from winnow.learner.base import Learner
 from winnow.learner.off_policy import log_ratios
 from winnow.record.ledger import Ledger
 from winnow.reuse import Reuse, _ess
 from winnow.run.build_methods import build_collector
-
-from .. import parity
-from ..builders.runs import assert_clean, fingerprint, metrics_of
-from .fake_run import FakeRun
 
 Metrics = list[dict[str, float]]
 

@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from winnow.builders.arrol import rollout, view
+from winnow.gates import plain
 
-from winnow.config import method
+from winnow.config.options import method
 from winnow.methods.gate import (
     GATES,
     Gate,
@@ -25,9 +27,6 @@ from winnow.methods.gate import (
 )
 from winnow.methods.gate.base import ALONE, OVERRIDE, Overrides
 from winnow.types import Decision, EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
-
-from ..builders.arrol import rollout, view
-from ..gates import plain
 
 SIZE, H = 4, 6
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

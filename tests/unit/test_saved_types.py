@@ -12,20 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from winnow.builders.adapters import CPU, REWARDS, changed
 
 from winnow import Trainer
-from winnow.config import ConfigError
+from winnow.base.errors import ConfigError
 from winnow.engine.loading import load_causal_lm, load_tokenizer
 from winnow.run.standalone import evaluate_model
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.countdown import CountdownConfig
-
-from ..builders.adapters import (
-    CPU,
-    REWARDS,
-    adapter,  # noqa: F401
-    changed,
-)
 
 
 class TestSavedTypes:

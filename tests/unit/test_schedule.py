@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from winnow.config import ConfigError, validate
+from winnow.base.errors import ConfigError
+from winnow.config import validate
 from winnow.learner.step import StepOptions, scheduled_lr
 from winnow.run.preflight import in_steps
 

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from winnow.builders.groups import make_group
+from winnow.builders.runs import assert_clean, fingerprint
+from winnow.fake_run import FakeRun, finished
 
-from winnow import Trainer
-from winnow.config import ConfigError
+from winnow import Trainer, parity
+from winnow.base.errors import ConfigError
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.group_kind import GroupJudge
@@ -22,11 +25,6 @@ from winnow.rollout.in_flight import reward_truncated
 from winnow.run.build_methods import build_collector, step_options
 from winnow.run.resolved import Options
 from winnow.types import Group, GroupKind, Job, Prompt, Visit
-
-from .. import parity
-from ..builders.groups import make_group
-from ..builders.runs import assert_clean, fingerprint
-from .fake_run import FakeRun, finished
 
 REWARD = f"{parity.__file__}:parity_reward"
 SEQUENTIAL = {"group_size": {"name": "sequential", "probe": 2}, "filter": "zero_variance", "num_generations": 4}

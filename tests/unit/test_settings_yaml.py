@@ -10,8 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.base.settings_yaml import MAX_VALUES, load_yaml
-from winnow.config import ConfigError, load_config, validate
+from winnow.base.errors import ConfigError
+from winnow.config import load_config, validate
+from winnow.config.settings_yaml import MAX_VALUES, load_yaml
 
 BASE = "model: m\nenv: countdown\n"
 
@@ -85,7 +86,7 @@ def test_truth_values_are_no_numbers(line: str, message: str, tmp_path: Path) ->
 
 
 def test_nor_in_options_of_methods() -> None:
-    from winnow.config import build_options
+    from winnow.config.options import build_options
     from winnow.methods.filter import FILTERS
 
     options = FILTERS["zero_variance"]

@@ -14,19 +14,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
+from winnow.learner_models import llama, random_rows
 
-from winnow.config import ConfigError, validate
+from winnow.base.errors import ConfigError
+from winnow.config import validate
 from winnow.engine.loading import load_whole
 from winnow.engine.skeleton import unloaded
 from winnow.learner import Local
 from winnow.learner.fsdp.ranks import Rank
 from winnow.learner.fsdp.shards import load_shards, save_shards
 from winnow.methods.loss import LossConfig
-from winnow.run.build_policy import build_policy
+from winnow.run.build import build_policy
 from winnow.run.resolve import resolve_here
 from winnow.run.resolved import learner_context
-
-from .learner_models import llama, random_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from winnow.base.errors import ConfigError
 from winnow.cli.main import app
-from winnow.config import ConfigError, RunConfig, validate
+from winnow.config import RunConfig, validate
 from winnow.methods.pass_rates import PassRate
 from winnow.record.account import Counts
 from winnow.record.ledger import Ledger
 from winnow.record.proof import FATES
-from winnow.run.trainer_inputs import build_task
+from winnow.run.inputs import build_task
 from winnow.study.simulate import Policy, Rewards, _beta, growth_to, policy_of, simulate
 from winnow.types import Group, Job, Prompt, Visit
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from winnow import Trainer
-from winnow.config import ConfigError, validate
+from winnow.base.errors import ConfigError
+from winnow.config import validate
 from winnow.methods.gate.arrol.gate import Arrol
 from winnow.methods.gate.base import GateContext
 from winnow.methods.group_kind import GroupJudge

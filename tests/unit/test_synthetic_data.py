@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from winnow.base.settings_yaml import read_yaml
 from winnow.config import RunConfig, load_config
+from winnow.config.settings_yaml import read_yaml
 from winnow.env.dataset import DatasetConfig
 from winnow.env.rewards.exact import exact_answer
 from winnow.env.rewards.math import gold_answer

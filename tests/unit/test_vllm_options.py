@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from winnow.config import ConfigError, RunConfig, validate
+from winnow.base.errors import ConfigError
+from winnow.config import RunConfig, validate
 from winnow.engine.vllm.options import VllmOptions
 from winnow.run.resolve import engine_for_run
 from winnow.run.resolved import Options

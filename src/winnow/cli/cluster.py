@@ -27,7 +27,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Try every node: versions, devices, ports, object store, a shared directory. Exit code 1 if something is wrong."""
-    from ..run.cluster_check import check as check_cluster
+    from ..study.doctor import check as check_cluster
 
     found = check_cluster(address, shared)
     show(found, as_json, _render)

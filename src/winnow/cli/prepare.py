@@ -27,10 +27,10 @@ def warm_start(
     the task's own, or a column of your data (env=dataset env.path=rows.jsonl completion_column=solution).
     """
     values = settings(overrides, env="countdown")
-    from ..config import build_options
-    from ..run.trainer_inputs import build_task
+    from ..config.options import build_options
+    from ..run.inputs import build_task
     from ..study.warm_start import WarmStartConfig
-    from ..study.warm_start import warm_start as run  # takes seconds
+    from ..study.warm_start import warm_start as run
 
     task = build_task(values.pop("env"))
     show(run(task, output, config=build_options(WarmStartConfig, values, "warm start")), as_json)
@@ -53,7 +53,7 @@ def pass_rates(
     The file is a pass-rate profile. The same command continues an interrupted one.
     """
     values = settings(overrides, config)
-    from ..study.pass_rates import bars_of, profile_model  # takes seconds
+    from ..study.pass_rates import bars_of, profile_model
 
     console = progress_console(as_json)
     found = profile_model(model, values, n=n, prompts=prompts, output=output, console=console)
@@ -81,7 +81,7 @@ def simulate(
     if ends_at is not None and growth:
         raise ConfigError("growth: ends-at chooses it; give one of them")
     from ..study.simulate import growth_to
-    from ..study.simulate import simulate as run  # takes seconds
+    from ..study.simulate import simulate as run
 
     if ends_at is not None:
         growth = growth_to(c, rates, ends_at)

@@ -17,7 +17,8 @@ def push(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
 
     The finished `model/`, or that of the last checkpoint. The token is that of HF_TOKEN or `hf auth login`.
     """
-    from ..config import HUB, ConfigError, read_settings, validate
+    from ..base.errors import ConfigError
+    from ..config import HUB, read_settings, validate
     from ..record.records import CONFIG, read_config
 
     for key in {override.partition("=")[0] for override in overrides or ()}:
@@ -26,7 +27,7 @@ def push(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
     values = read_settings(None, overrides or (), read_config(run)) | {"push_to_hub": True, "output_dir": str(run)}
     config = validate(values, str(run / CONFIG))
     from ..run.hub import check_hub
-    from ..run.hub import push as upload  # takes seconds
+    from ..run.hub import push as upload
 
     check_hub(config)
     show(asdict(upload(run, config)), as_json, lambda f: f"{f['folder']} is in {f['repo']}: {f['url']}")

@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ..config import METHODS, RunConfig
-from ..run.catalogue import TABLES
-from ..run.resolved import AUTO
+from ..run.resolved import AUTO, TABLES
 
 OWN = {"type": "string", "pattern": ":", "description": "A class of your own: module:Class or file.py:Class."}
 

@@ -21,7 +21,7 @@ app = typer.Typer()
 @command(app)
 def methods(as_json: Json = False) -> None:
     """List every method with what it does, its paper, file and options."""
-    from ..run.catalogue import all_methods
+    from ..run.resolved import all_methods
 
     show(all_methods(), as_json, _render)
 
@@ -52,12 +52,12 @@ def doctor(
     if not measure:
         if overrides or model or output:
             raise ValueError("doctor: --model, --out and key=value arguments need --measure")
-        from ..run.doctor import examine
+        from ..study.doctor import examine
 
         show(examine(), as_json, _findings)
         return
     values = settings(overrides)
-    from ..run.measure import measure as measured  # takes seconds
+    from ..study.measure import measure as measured
 
     console = progress_console(as_json)
     report = measured(model, values, lambda line: console.print(line, highlight=False, soft_wrap=True))

@@ -55,10 +55,10 @@ def train(
     c = run_config(config, overrides)
     with lasting_imports():
         from ..run.budget import Gpus
-        from ..run.placement import STARTS
         from ..run.plan import plan, plan_for
-        from ..run.prompt_example import on_one_line
+        from ..run.preflight import STARTS
         from ..run.trainer import Trainer
+        from ..tasks.prompt_example import on_one_line
 
     if gpu is not None:
         show(plan_for(c, Gpus.from_text(gpu)), as_json)
@@ -83,7 +83,7 @@ def train(
 @command(app)
 def resume(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
     """Resume a run from its last checkpoint."""
-    from ..run.resume_keys import changes_of, resumed_config
+    from ..record.resume_keys import changes_of, resumed_config
 
     changes = changes_of(run, overrides or ())
     resumed_config(run, changes)  # refused before the import below, which takes seconds

@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
+from ..base.errors import ConfigError
 from ..base.machine import install
-from ..config import ConfigError, LoraConfig
+from ..config.options import LoraConfig
 from .lora import SETTINGS, Adapter, adapter_at, merged
 from .pretrained import file_of, hub_answers, located
 

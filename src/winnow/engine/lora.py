@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ..base.errors import ConfigError
 from ..base.files import bytes_of, from_json
 from ..base.machine import install
 from ..base.weights import is_finite
-from ..config import ConfigError
 from .pretrained import file_of, located
 
 SETTINGS, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"

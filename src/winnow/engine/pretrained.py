@@ -27,9 +27,9 @@ from typing import Any
 from urllib.parse import quote
 
 from ..base.dotted import nearest
+from ..base.errors import ConfigError
 from ..base.files import cache_dir, fsync_tree, readable, sha256, write_json
 from ..base.machine import install
-from ..config import ConfigError
 
 MANIFEST = "winnow.json"
 HUB_TIMEOUT_S = 5.0

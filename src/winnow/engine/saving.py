@@ -14,8 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from ..base.errors import ConfigError
 from ..base.weights import state_once
-from ..config import ConfigError, SaveDtype
+from ..config.options import SaveDtype
 from .loading import whole_under
 from .pretrained import file_of
 

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import ConfigError, suggestion
+from ..base.errors import ConfigError
+from ..config.errors import suggestion
 from ..env.chat import templates_of, variables_of
 from .facts import MARK
 

@@ -21,12 +21,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from ..base.errors import ConfigError
 from ..base.machine import install
-from ..config import ConfigError, MethodSpec, suggestion
+from ..config.errors import suggestion
+from ..config.options import MethodSpec
 from ..env.base import Task
 from ..env.private import private
 from ..run.checkpoint import TRL_STATE
-from ..run.trainer_inputs import build_task
+from ..run.inputs import build_task
 from ..types import Group, Prompt, Rollout
 from .trl_batch import logps_by_segment, mask_rows
 from .trl_config import run_config

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from ..config import ConfigError
+from ..base.errors import ConfigError
 from ..types import Rollout
 
 PADDED_LEFT, PADDED_RIGHT = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask", "tool_mask")

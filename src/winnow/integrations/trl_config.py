@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError, MethodSpec, RunConfig, method, name_of, validate
+from ..base.errors import ConfigError
+from ..config import RunConfig, validate
+from ..config.options import MethodSpec, method, name_of
 from ..env.base import Task
 from ..env.workers.functions import compares_siblings
 from ..methods.advantage import ADVANTAGES, InUpdate

@@ -11,9 +11,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from ..base.errors import ConfigError
 from ..base.weights import FiniteWeights, StateWeights, WeightSource, state_once
-from ..config import ConfigError, MethodSpec, RunConfig, name_of
+from ..config import RunConfig
+from ..config.options import MethodSpec, name_of
 from ..engine.facts import end_where_rollouts_do
+from ..engine.initial_model import require_embeddings
 from ..engine.loading import ModelReference
 from ..engine.template import with_template_values
 from ..env.base import Task
@@ -25,8 +28,7 @@ from ..learner.rows import Row
 from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner
-from ..run.build_policy import build_engine
-from ..run.initial_model import require_embeddings
+from ..run.build import build_engine
 from ..run.resolve import engine_for_run
 from ..run.resolved import Options, rollout_options
 from ..sampler.base import JobQueue

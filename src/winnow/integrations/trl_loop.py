@@ -12,22 +12,23 @@ import numpy as np
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..base.errors import ConfigError
 from ..base.files import private_directory, write_json
 from ..base.state import at
 from ..collect import Batch, Collector
-from ..config import METHODS, ConfigError, RunConfig, as_saved
+from ..config import METHODS, RunConfig, as_saved
 from ..env.base import Task
 from ..loop import LoopState
 from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger
 from ..record.records import CHARTS, CONFIG, LEDGER, Records, RunDirectoryError
+from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..record.stop_conditions import Limits
+from ..record.user_code import changes, code_of
 from ..run.build_methods import build_collector, method_charts, step_options
 from ..run.checkpoint import load_state_in_trl, refuse_used_directory, understood
 from ..run.resolved import Options
-from ..run.resume_keys import MAY_CHANGE_ON_RESUME
-from ..run.user_code import changes, code_of
 from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
 from .trl_batch import Tensors, batch_of, widened

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import ConfigError
+from ..base.errors import ConfigError
 from ..types import Rollout
 from .base import Learner
 from .off_policy import from_sampler

@@ -11,7 +11,7 @@ import torch
 
 from ..base.failpoint import failpoint
 from ..base.noise import noise_key
-from ..base.schedule import OWN, transformers_share
+from ..config.schedule import OWN, transformers_share
 from ..methods.advantage import Advantage
 from ..methods.agents import by_agent
 from ..methods.correct import StepScale

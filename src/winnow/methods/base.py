@@ -13,7 +13,8 @@ from typing import Any
 
 from ..base.dotted import TargetError
 from ..base.state import Stateful
-from ..config import RunConfig, name_of
+from ..config import RunConfig
+from ..config.options import name_of
 from ..types import Prompt
 
 

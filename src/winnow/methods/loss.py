@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
-from ..base.options import weighs_equally
 from ..config import GroupWeighting, LossType
+from ..config.options import weighs_equally
 from .correct import Correction
 from .correct.none import NoCorrection
 from .segments import sum_at_rows

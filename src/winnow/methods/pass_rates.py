@@ -17,8 +17,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ..base.config_errors import explain
 from ..base.files import bytes_of
+from ..config.errors import explain
 from ..env.rewards.scores import MAX_REWARD
 
 BINS = ("0", *(f"({i / 10:g}, {(i + 1) / 10:g}]" for i in range(9)), "(0.9, 1)", "1")

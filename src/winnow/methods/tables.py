@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import ConfigError, MethodSpec, RunConfig, method, name_of
+from ..base.errors import ConfigError
+from ..config import RunConfig
+from ..config.options import MethodSpec, method, name_of
 from ..tasks import ENVS
 from .advantage import ADVANTAGES
 from .correct import CORRECTIONS, STEP_SCALES

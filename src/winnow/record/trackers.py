@@ -12,9 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from ..base.errors import ConfigError
 from ..base.files import write_json
 from ..base.machine import install
-from ..config import ConfigError, RunConfig, as_saved
+from ..config import RunConfig, as_saved
 
 PROJECT = "winnow"
 TRACKER_IDS = "trackers.json"

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from operator import itemgetter
 
-from ..config import ConfigError
+from ..base.errors import ConfigError
 from ..engine.base import Engine, Reached
 from ..env.base import Task
 from ..methods.gate import NamedRule, env_steps

@@ -16,15 +16,7 @@ from typing import Any
 from ..engine.base import Engine, Finished, Reached
 from ..env.base import ModelTurn, OverlappingEnv, StepResult, Task
 from ..env.private import private_prompt
-from ..env.prompting import (
-    PromptError,
-    cut_at_stop,
-    decode,
-    decode_turns,
-    decode_whole,
-    encode_prompt,
-    stop_string_of,
-)
+from ..env.prompting import PromptError, cut_at_stop, decode, decode_turns, decode_whole, encode_prompt, stop_string_of
 from ..env.rewards.rewarder import Rewarder
 from ..env.workers.calls import shared_calls
 from ..methods.gate import NamedRule

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError, LoraConfig, RunConfig
+from ..base.errors import ConfigError
+from ..config import RunConfig
+from ..config.options import LoraConfig
 from ..engine import LocalOptions, VllmOptions
 from ..engine.local.engine import PREFILL_TOKENS
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS

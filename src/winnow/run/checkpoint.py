@@ -27,14 +27,15 @@ from ..base.errors import ConfigError, ExpectedError
 from ..base.failpoint import failpoint
 from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directory, readable, sha256
 from ..base.state import Count, State, StateError, at
-from ..config import MethodSpec, RunConfig, as_saved, from_saved, name_of, section_of, validate
+from ..config import RunConfig, as_saved, from_saved, validate
+from ..config.options import MethodSpec, name_of, section_of
 from ..learner.step import scheduled_lr
 from ..loop import LoopState
 from ..record.ledger import TABLES
 from ..record.records import CONFIG, LEDGER, START, RunDirectoryError
+from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from .build_methods import step_options
 from .resolved import Options
-from .resume_keys import MAY_CHANGE_ON_RESUME
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import RunConfig
+from ..engine.initial_model import InitialModel
 from ..sampler import InProcess
+from ..tasks.prompt_example import prompt_example
 from .budget import GIB, Gpus, Phases, engine_bytes, host_budget
-from .initial_model import InitialModel
-from .placement import placement
-from .prompt_example import prompt_example
+from .preflight import placement
 from .resolve import resolve
 from .resolved import Machine, Options, Resolved
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..config import MethodSpec, RunConfig, method, name_of, section_of
+from ..config import RunConfig
+from ..config.options import MethodSpec, method, name_of, section_of
 from ..engine import ENGINES, LocalOptions, VllmOptions
+from ..engine.initial_model import InitialModel
 from ..engine.vllm.options import ALONE, SHARED
 from ..sampler import Processes
 from .budget import AT_LEAST, AT_MOST, GIB, Budget, Shapes
-from .initial_model import InitialModel
 from .resolved import AUTO, Machine, Options, Resolved
 
 PAYS_FROM = 10_000_000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,9 +14,11 @@ import torch
 from rich.console import Console
 
 from ..base.machine import bfloat16_units, install, usable_threads
-from ..config import RunConfig, method, name_of
+from ..config import RunConfig
+from ..config.options import method, name_of
 from ..engine import ENGINES
 from ..engine.base import SamplingParams
+from ..engine.initial_model import InitialModel
 from ..engine.loading import resolve_device
 from ..engine.saving import types_from
 from ..learner import LEARNERS, LearnerContext
@@ -22,9 +26,9 @@ from ..learner.local.learner import LearnerOptions
 from ..methods import tables
 from ..rollout.options import RolloutOptions
 from ..sampler import SYNCS, Processes, SamplerOptions
+from ..tasks import ENVS
 from ..types import Purpose
 from .budget import Budget, Gpus
-from .initial_model import InitialModel
 
 PROBE_TOKENS = 16
 """Longest rollouts that compare engine and learner."""
@@ -213,3 +217,41 @@ def learner_context(c: RunConfig, options: Options) -> LearnerContext:
         gradient_baselines=getattr(advantage, "weighing", None) == "gradient",
         reward_env=c.reward_env,
     )
+
+
+# ---------------------------------------------------------------- catalogue
+
+_TABLES = {"env": ENVS, "sync": SYNCS, "engine": ENGINES, "learner": LEARNERS, **tables.TABLES}
+_ORDER = (
+    *("env", "selector", "rollout_batch", "group_size", "sync", "engine"),
+    *("gates", "filter", "advantage", "correction", "step_scale", "learner"),
+)
+TABLES: dict[str, Mapping[str, type]] = {key: _TABLES[key] for key in _ORDER}
+"""Config field -> its table, in the order a rollout passes them."""
+
+
+def all_methods() -> list[dict[str, Any]]:
+    """Return an entry per method: `field, name, summary, file, options` (option -> default), maybe `provides`."""
+    entries = []
+    for key, table in TABLES.items():
+        for name in table:
+            cls = table[name]
+            summary = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+            file = cls.__module__.replace(".", "/") + ".py"
+            entry = {"field": key, "name": name, "summary": summary, "file": file, "options": defaults_of(cls)}
+            provides = getattr(cls, "provides", None)
+            entries.append(entry | ({"provides": sorted(provides)} if provides else {}))
+    return entries
+
+
+def defaults_of(cls: type) -> dict[str, Any]:
+    """Return the defaults of a dataclass's options; `required` for those without."""
+    defaults: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        if f.default is not dataclasses.MISSING:
+            defaults[f.name] = f.default
+        elif f.default_factory is not dataclasses.MISSING:
+            defaults[f.name] = f.default_factory()
+        else:
+            defaults[f.name] = "required"
+    return defaults

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
+from ..base.errors import ConfigError
 from ..base.failpoint import failpoint
 from ..base.forkserver import call_itself, lines_with_parent
 from ..base.machine import gpu_gib, resident_mib
-from ..config import ConfigError, validate
+from ..config import validate
+from ..engine.initial_model import InitialModel
 from ..engine.loading import load_tokenizer, quiet_transformers
 from ..engine.template import with_template
 from ..methods.gate import RuleError, rule_from
@@ -27,13 +29,11 @@ from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.heartbeat import HEARTBEAT_S, busy
 from ..sampler.weights import fingerprints, read_weights
-from .build import build_rewarder
+from .build import build_engine, build_rewarder
 from .build_methods import rule_types
-from .build_policy import build_engine
-from .initial_model import InitialModel
+from .inputs import build_task
 from .resolve import engine_for_run
 from .resolved import Options, rollout_options
-from .trainer_inputs import build_task
 
 PROCESS_NAME = "winnow-sampler"
 Reply = Callable[[dict[str, Any]], None]

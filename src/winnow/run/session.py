@@ -15,10 +15,11 @@ from typing import Any
 
 from rich.console import Console
 
+from ..base.errors import ConfigError
 from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
 from ..base.state import at
-from ..config import ConfigError, as_saved
+from ..config import as_saved
 from ..env.rewards.rewarder import Rewarder
 from ..learner.off_policy import log_ratios
 from ..learner.step import OptimizerStep
@@ -27,6 +28,7 @@ from ..record.ledger import Ledger
 from ..record.progress import Display
 from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, fingerprints_of, read_metrics
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError
+from ..record.user_code import changes, code_of
 from ..record.watchdogs import Watchdogs, first_figures
 from ..reuse import Reuse
 from ..rollout.evaluate import Evaluation
@@ -35,16 +37,14 @@ from ..sampler import SamplersLostError
 from ..sampler.base import SamplerRefusedError
 from ..sampler.codec import prompts_of
 from ..sampler.in_process import InProcessSampler
+from ..tasks.prompt_example import prompt_example
 from ..types import Group
 from . import checkpoint
 from .build import Parts
 from .build_methods import build_collector, method_charts, step_options
 from .callbacks import Callbacks
-from .hub import push_if_due
-from .model_card import write_card
+from .hub import push_if_due, write_card
 from .preflight import NothingSampledError
-from .prompt_example import prompt_example
-from .user_code import changes, code_of
 
 
 class Session:

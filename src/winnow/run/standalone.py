@@ -8,7 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..config import REFERENCE, ConfigError, RunConfig, validate
+from ..base.errors import ConfigError
+from ..config import REFERENCE, RunConfig, validate
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..learner import Policy
@@ -16,13 +17,12 @@ from ..record.records import LEDGER, fingerprints_of, read_config
 from ..rollout.evaluate import RollOut, evaluate, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
-from .build import build_rewarder
+from .build import build_policy, build_rewarder
 from .build_methods import build_success
-from .build_policy import build_policy
+from .inputs import build_task
 from .preflight import check_rewards
 from .resolve import resolve_here
 from .resolved import rollout_options
-from .trainer_inputs import build_task
 
 
 def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Protocol
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from ..base.options import CHECKED
 from ..base.weights import WeightSource
+from ..config.options import CHECKED
 from ..env.base import Task
 from ..methods.gate import NamedRule
 from ..rollout.runner import RolloutRunner

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from ..base.child import Child
 from ..base.forkserver import Forked, forkserver
-from ..base.options import CHECKED
+from ..config.options import CHECKED
 from .base import PoolOptions, SamplerContext
 from .handle import Inbox, Message
 from .pool import SamplerPool

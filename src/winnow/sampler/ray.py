@@ -17,9 +17,9 @@ import torch
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from ..base import cluster
-from ..base.options import CHECKED
+from ..base.errors import ConfigError
 from ..base.weights import HalvedWeights, RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
-from ..config import ConfigError
+from ..config.options import CHECKED
 from .base import PoolOptions, SamplerContext
 from .handle import Inbox, Message
 from .heartbeat import busy

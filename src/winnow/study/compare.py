@@ -18,8 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..base.errors import ConfigError
 from ..base.files import from_json
-from ..config import ConfigError, suggestion
+from ..config.errors import suggestion
 from ..methods.intervals import MIN_SEEDS, Estimate, mean_interval
 from .compare_data import Point, RunData, methods_of, read_run_data, single_runs
 

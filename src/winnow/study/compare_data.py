@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, MethodSpec, RunConfig
+from ..base.errors import ConfigError
+from ..config import RunConfig
+from ..config.options import MethodSpec
 from ..record.ledger import Ledger
 from ..record.proof import FATES
 from ..record.records import LEDGER, METRICS, read_config

@@ -12,14 +12,16 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..base.errors import ConfigError
 from ..base.machine import lasting_imports
 from ..base.sanitize import visible
-from ..config import ConfigError, RunConfig, build_options, read_settings, validate
+from ..config import RunConfig, read_settings, validate
+from ..config.options import build_options
 from ..record.failures import failures_of
 from ..record.ledger import Ledger
 from ..record.progress import fate_line
 from ..record.records import LEDGER, SAMPLES, read_config, read_metrics
-from ..run.resume_keys import changes_of
+from ..record.resume_keys import changes_of
 from ..types import Fate
 
 RECIPES = {"countdown": "demo.yaml", "llm": "demo-llm.yaml"}
@@ -45,8 +47,8 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
     with lasting_imports():  # seconds: only for settings that are right
         from ..engine.pretrained import PRETRAINED
         from ..engine.pretrained import get as get_model
+        from ..run.inputs import build_demonstrator
         from ..run.trainer import Trainer
-        from ..run.trainer_inputs import build_demonstrator
         from .report import write_report
         from .warm_start import WarmStartConfig, warm_start
 

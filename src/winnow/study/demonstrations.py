@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ..base.dotted import nearest
-from ..config import ConfigError
+from ..base.errors import ConfigError
 from ..types import Prompt
 
 PAD, EOS = "<pad>", "<eos>"

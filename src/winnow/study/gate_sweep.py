@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import yaml
 
-from ..config import ConfigError
+from ..base.errors import ConfigError
 from ..methods.gate.divergence import OfType, config_entry
 from ..methods.gate.signals import TERMINATION
 from ..methods.posterior import auroc, midranks

@@ -19,7 +19,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from ..config import ConfigError, suggestion
+from ..base.errors import ConfigError
+from ..config.errors import suggestion
 from ..env.row_files import read_file
 from ..methods.gate.signals import SIGNALS, TERMINATION
 from ..record.records import GATE

@@ -34,11 +34,10 @@ from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_
 from ..methods.success import Success, require_decided
 from ..rollout.evaluate import RollOut, RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
-from ..run.build_methods import build_success
+from ..run.build_methods import build_success, differences, meta_path, profile_settings
+from ..run.inputs import build_task
 from ..run.preflight import check_rewards
-from ..run.profile_settings import differences, meta_path, profile_settings
 from ..run.standalone import model_config, opened
-from ..run.trainer_inputs import build_task
 from ..types import Prompt
 
 COSTS = ("rollouts", "tokens", "seconds")

@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from ..base.errors import ConfigError
 from ..base.machine import heap_frozen
 from ..base.noise import noise_key, uniform_array
-from ..config import ConfigError, RunConfig
+from ..config import RunConfig
 from ..methods.pass_rates import PassRate, read_profile
 from ..record.account import Counts
 from ..reuse import Reuse
 from ..run.build_methods import build_collector, build_methods
+from ..run.inputs import build_task
 from ..run.preflight import in_steps
 from ..run.resolved import Options
-from ..run.trainer_inputs import build_task
 from ..sampler.base import JobQueue
 from ..types import Fate, Group, Job, Prompt, Rollout
 

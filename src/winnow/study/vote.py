@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..config import ConfigError, RunConfig
+from ..base.errors import ConfigError
+from ..config import RunConfig
 from ..env.base import Answering, Task
 from ..env.rewards.pooled import completion_text
 from ..env.rewards.scores import completion_of
@@ -19,9 +20,9 @@ from ..methods.success import Success, require_decided
 from ..rollout.evaluate import rank_weights, summarize, weighted_vote
 from ..run.build_methods import build_success
 from ..run.checkpoint import STATE
+from ..run.inputs import build_task
 from ..run.preflight import check_rewards
 from ..run.standalone import model_config, opened
-from ..run.trainer_inputs import build_task
 from ..types import Job, Prompt, Rollout, Visit
 
 Weigh = Callable[[Sequence[Rollout]], np.ndarray]

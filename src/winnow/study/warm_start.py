@@ -21,12 +21,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..base.errors import ConfigError
 from ..base.files import readable
 from ..base.machine import usable_threads
-from ..base.options import template_text
 from ..base.weights import state_once
-from ..config import ConfigError
+from ..config.options import template_text
 from ..engine.facts import end_where_rollouts_do
+from ..engine.initial_model import require_embeddings
 from ..engine.loading import load_causal_lm, load_tokenizer, resolve_device
 from ..engine.saving import save_whole, types_of
 from ..engine.template import with_template
@@ -34,7 +35,6 @@ from ..env.base import Demonstrator, Task
 from ..env.chat import end_of_turn
 from ..env.prompting import as_beginning, encode_prompt
 from ..learner.local.forward import head_is_linear
-from ..run.initial_model import require_embeddings
 from ..run.resolve import threads_for
 from ..types import Prompt
 from .demonstrations import EOS, PAD, RowDemonstrations, byte_tokenizer, plain_tokenizer

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
-from ..config import ConfigError
+from ..base.errors import ConfigError
 from ..record.records import CONFIG, LEDGER, METRICS, SAMPLES, WARNINGS
 from .report import page_of, report_data
 

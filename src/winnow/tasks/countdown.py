@@ -21,7 +21,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ..base.files import digest
-from ..base.options import CHECKED
+from ..config.options import CHECKED
 from ..env.base import OneTurn, RewardFn
 from ..types import Prompt
 

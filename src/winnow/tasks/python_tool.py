@@ -18,7 +18,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ..base.files import digest
-from ..base.options import CHECKED
+from ..config.options import CHECKED
 from ..env.base import OverlappingEnv, RewardFn, StepResult
 from ..env.dataset import DatasetConfig, DatasetTask
 from ..env.prompt_store import changed

@@ -20,8 +20,8 @@ from pydantic.dataclasses import dataclass
 
 from ..base.dotted import nearest
 from ..base.machine import install
-from ..base.options import CHECKED
 from ..base.state import Probability
+from ..config.options import CHECKED
 from ..env.base import OneTurn, RewardFn
 from ..env.rewards.pooled import PooledReward, Row
 from ..env.workers.file_cache import making

@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from ...base.weights import adapters_of
-from ...config import LoraConfig
+from ...config.options import LoraConfig
 from ..facts import Facts
 from ..loading import peft_config
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from ...base.errors import ConfigError
 from ...base.weights import Weights
-from ...config import ConfigError
 from ..base import Event, Request, SamplingParams
 from ..facts import Facts
 from ..loading import ModelReference, build_meta_model, set_generation_config

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from ...base.errors import ConfigError
 from ...base.machine import install
-from ...config import ConfigError
 from ..loading import ModelReference
 from ..sequences import SequenceEngine
 

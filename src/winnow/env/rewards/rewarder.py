@@ -19,9 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ...base.config_errors import reward_hint
 from ...base.dotted import TargetError
 from ...base.sanitize import redact
+from ...config.errors import reward_hint
 from ...types import Fate, Group, Rollout
 from ..private import private
 from ..workers.calls import Deadlines

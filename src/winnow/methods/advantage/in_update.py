@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ...config import name_of
+from ...config.options import name_of
 from ..base import RunFacts
 from ..correct import OverBatch
 from ._base import Advantage

@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ...base.options import CHECKED
+from ...config.options import CHECKED
 from ._base import Advantage, no_signal, present, zeros_where_present
 
 ROUNDING = 1e-12

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ...base.options import CHECKED
 from ...base.state import State
+from ...config.options import CHECKED
 from ..base import refuse_unused
 from .none import StepScale
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from ...base.options import CHECKED
 from ...base.token_filters import running_sum
+from ...config.options import CHECKED
 from .ratios import Evidence, log_ratio, weight
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from statistics import fmean
 from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ...base.options import CHECKED
+from ...config.options import CHECKED
 from ...types import KEEP, Group, GroupKind, Verdict
 from ..base import refuse_unused
 from ..group_kind import are_equal

@@ -17,8 +17,8 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from ...base.options import CHECKED
-from ...config import suggestion
+from ...config.errors import suggestion
+from ...config.options import CHECKED
 from ...types import KEEP, EnvStep, Group, GroupKind, GroupView, Verdict
 from ..base import RunFacts, refuse_unused
 from .base import Gate, GateContext, of_gate

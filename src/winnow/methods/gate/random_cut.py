@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...base.noise import as_tensor, noise_key, uniform
-from ...base.options import CHECKED
+from ...config.options import CHECKED
 from ...types import EnvStep, Group, GroupView, Verdict
 from .base import Gate, GateContext, of_gate
 

@@ -13,8 +13,8 @@ import numpy as np
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ...base.options import CHECKED
 from ...base.state import Probability, State
+from ...config.options import CHECKED
 from ...types import Group, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge

@@ -15,8 +15,8 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from ...base.options import CHECKED
 from ...base.state import Loose, Probability
+from ...config.options import CHECKED
 from ...types import KEEP, Group, GroupKind, Prompt, Verdict
 from ..base import Chart, refuse_unused
 from ..group_kind import BY_REWARDS, GroupJudge, share_seen

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...base.array_json import Packed
-from ...base.options import CHECKED
+from ...config.options import CHECKED
 from ...types import KEEP, Prompt, Verdict
 from ..base import Chart, refuse_unused
 from ..group_kind import BY_REWARDS, GroupJudge

@@ -13,8 +13,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...base.array_json import Packed
-from ...base.options import CHECKED
 from ...base.state import Probability, State
+from ...config.options import CHECKED
 from ...types import KEEP, Group, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ...base.options import CHECKED
 from ...base.state import Count, State
+from ...config.options import CHECKED
 from ...types import Prompt
 from ..base import refuse_unused
 from .base import GroupSize

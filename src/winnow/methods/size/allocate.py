@@ -16,8 +16,8 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from ...base.options import CHECKED
 from ...base.state import State
+from ...config.options import CHECKED
 from ...types import Group, Prompt
 from ..group_kind import GroupJudge
 from ..posterior import Posteriors, counts

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ...base.options import CHECKED
+from ...config.options import CHECKED
 from ..base import RunFacts
 from ..select.greso import rollout_batch_size
 

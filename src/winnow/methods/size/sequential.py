@@ -21,7 +21,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...base.errors import ConfigError
-from ...base.options import CHECKED, weighs_equally
+from ...config.options import CHECKED, weighs_equally
 from ...types import Group, GroupKind, Prompt
 from ..base import RunFacts
 from ..group_kind import GroupJudge, are_equal

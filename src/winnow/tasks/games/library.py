@@ -13,8 +13,8 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ...base.options import CHECKED
 from ...base.state import Probability
+from ...config.options import CHECKED
 from ...env.workers.file_cache import kept, load_json, loaded, making
 from ...env.workers.worker import WorkerPool
 from .react import Style

@@ -11,8 +11,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ....base.errors import ConfigError
-from ....base.options import CHECKED
 from ....base.state import Count, Probability, State
+from ....config.options import CHECKED
 from ....types import Decision, Fate, Group, Rollout, Token
 from ...base import Chart, RunFacts, refuse_unused
 from ..base import Gate, GateContext

@@ -17,7 +17,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ....base.files import sha256
-from ....base.options import CHECKED
+from ....config.options import CHECKED
 from ....env.workers.file_cache import kept, load_json, making
 from ....env.workers.worker import WorkerPool
 from ..library import MAKE_TIMEOUT_S, Card, GameOptions, cards_of, different

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ....base.options import CHECKED
+from ....config.options import CHECKED
 from ....env.workers.file_cache import kept, making
 from ....env.workers.worker import WorkerPool
 from ..library import Card, GameOptions, cards_of, different

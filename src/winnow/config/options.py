@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from .config_errors import explain, suggestion
-from .dotted import TargetError, class_for
-from .errors import ConfigError
+from ..base.dotted import TargetError, class_for
+from ..base.errors import ConfigError
+from .errors import explain, suggestion
 from .settings_yaml import load_yaml
 
 MethodSpec = str | dict[str, Any]

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from ..base.dotted import nearest
+from ..base.errors import ConfigError
 from ..base.weights import without_embedding
-from ..config import OF_ADAPTER, ConfigError, LoraConfig, RunConfig
-from ..engine.loading import CPU, ModelReference, build_meta_model, load_causal_lm, load_start, resolve_device
-from ..engine.lora import Adapter, adapter_at, merged, taken_apart
-from ..engine.pretrained import located
-from ..engine.saving import types_by_name, types_in, types_of
+from ..config import RunConfig
+from ..config.options import OF_ADAPTER, LoraConfig
+from .loading import CPU, ModelReference, build_meta_model, load_causal_lm, load_start, resolve_device
+from .lora import Adapter, adapter_at, merged, taken_apart
+from .pretrained import located
+from .saving import types_by_name, types_in, types_of
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from .errors import ConfigError
+from ..base.errors import ConfigError
 
 MAX_VALUES = 100_000
 """Most values a text may expand to, counting every repeat of an anchor."""

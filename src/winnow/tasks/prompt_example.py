@@ -12,8 +12,8 @@ from ..base.sanitize import visible
 from ..env.base import Task
 from ..env.chat import rendered
 from ..env.prompting import encode_prompt
-from ..tasks.agents import AgentTask
 from ..types import Prompt
+from .agents import AgentTask
 
 TRIED = 16
 """Prompts tried; the first that can be encoded is shown."""

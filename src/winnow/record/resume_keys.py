@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, RunConfig, read_settings, validate
-from ..record.records import CONFIG, read_config
+from ..base.errors import ConfigError
+from ..config import RunConfig, read_settings, validate
+from .records import CONFIG, read_config
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"max_steps", "max_skipped_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions", "report_to"}

@@ -27,22 +27,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..base.errors import ConfigError
 from ..base.machine import PACKAGE, install, processor, usable_threads
 from ..base.noise import noise_key
-from ..config import ConfigError, RunConfig, validate
+from ..config import RunConfig, validate
 from ..engine import VllmOptions
 from ..engine.base import Finished, Request
 from ..engine.loading import ModelReference, quiet_transformers
 from ..engine.pretrained import located
 from ..learner.agreement import require_agreement
 from ..learner.rows import Row
+from ..run.budget import GIB
+from ..run.build import build_engine, build_learner, build_policy
+from ..run.build_methods import build_loss
+from ..run.resolve import engine_for_run, resolve_here
+from ..run.resolved import Resolved, sampling_params
 from ..types import Rollout
-from .budget import GIB
-from .build import build_learner
-from .build_methods import build_loss
-from .build_policy import build_engine, build_policy
-from .resolve import engine_for_run, resolve_here
-from .resolved import Resolved, sampling_params
 
 SIZES = {
     "cuda": {"prompts_per_step": 16, "num_generations": 8, "max_prompt_length": 256, "max_completion_length": 256},

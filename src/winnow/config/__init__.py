@@ -15,24 +15,24 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from .base.config_errors import explain, translated
-from .base.config_errors import suggestion as suggestion
-from .base.errors import ConfigError as ConfigError
-from .base.files import below_home, not_json, out_of_home
-from .base.options import OF_ADAPTER as OF_ADAPTER
-from .base.options import AuditConfig as AuditConfig
-from .base.options import LoraConfig as LoraConfig
-from .base.options import MethodSpec as MethodSpec
-from .base.options import Pairs, refuse_truths, success_section, template_text
-from .base.options import ReuseConfig as ReuseConfig
-from .base.options import SaveDtype as SaveDtype
-from .base.options import SuccessConfig as SuccessConfig
-from .base.options import build_options as build_options
-from .base.options import method as method
-from .base.options import name_of as name_of
-from .base.options import section_of as section_of
-from .base.schedule import OWN, Schedule, check_schedule
-from .base.settings_yaml import load_yaml, read_yaml
+from ..base.errors import ConfigError as ConfigError
+from ..base.files import below_home, not_json, out_of_home
+from .errors import explain, translated
+from .errors import suggestion as suggestion
+from .options import OF_ADAPTER as OF_ADAPTER
+from .options import AuditConfig as AuditConfig
+from .options import LoraConfig as LoraConfig
+from .options import MethodSpec as MethodSpec
+from .options import Pairs, refuse_truths, success_section, template_text
+from .options import ReuseConfig as ReuseConfig
+from .options import SaveDtype as SaveDtype
+from .options import SuccessConfig as SuccessConfig
+from .options import build_options as build_options
+from .options import method as method
+from .options import name_of as name_of
+from .options import section_of as section_of
+from .schedule import OWN, Schedule, check_schedule
+from .settings_yaml import load_yaml, read_yaml
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "sequence_sum"]
 GroupWeighting = Literal["equal", "size"]

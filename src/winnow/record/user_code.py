@@ -21,8 +21,9 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from ..base.errors import ConfigError
 from ..base.files import digest, sha256
-from ..config import ConfigError, RunConfig
+from ..config import RunConfig
 
 _INSTALLED = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], str(Path(__file__).parent.parent))
 _NOT_OWN = tuple(os.path.join(os.path.realpath(path), "") for path in _INSTALLED)

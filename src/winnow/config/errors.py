@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from .dotted import did_you_mean
+from ..base.dotted import did_you_mean
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
