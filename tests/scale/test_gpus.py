@@ -15,9 +15,10 @@ from winnow import Trainer
 from winnow.base import cluster
 from winnow.base.errors import ConfigError
 from winnow.config import RunConfig, validate
+from winnow.engine import VllmOptions
 from winnow.learner import Fsdp
 from winnow.learner.fsdp.ranks import Ranks
-from winnow.run import preflight as placement
+from winnow.run.resolved import Machine
 from winnow.sampler import Ray
 from winnow.sampler.ray import ActorChannel
 
@@ -45,7 +46,7 @@ def visible(actors: Sequence[Any]) -> list[str]:
 def samplers(n: int) -> list[ActorChannel]:
     options = Ray(samplers=n)
     return [
-        ActorChannel(queue.SimpleQueue(), replace(options, num_gpus=options.gpus(config())), {}, "winnow.run.serve")
+        ActorChannel(queue.SimpleQueue(), replace(options, num_gpus=options.gpus("auto", None)), {}, "winnow.run.serve")
         for _ in range(n)
     ]
 
@@ -84,7 +85,7 @@ def hold_soon(index: int) -> None:
 
 
 def test_ranks_have_a_gpu_each() -> None:
-    assert Fsdp().gpus(config()) == 1
+    assert Fsdp().gpus("auto") == 1
     ranks = Ranks(world=2, threads=1, num_gpus=1, timeout_s=120)
     try:
         assert sorted(visible(ranks._actors)) == ["0", "1"]
@@ -96,18 +97,19 @@ def test_without_a_gpu_samplers_and_ranks_compute_on_the_cpu() -> None:
     assert Ray(num_gpus=0).device_of(0, "auto") == "cpu"
     assert Ray(num_gpus=1).device_of(0, "cuda:1") == "cuda"
     assert Ray(num_gpus=1).device_of(0, "auto") == "auto"
-    assert Ray().gpus(config(device="cpu")) == Fsdp().gpus(config(device="cpu")) == 0
-    assert Ray().gpus(config(engine={"name": "vllm", "tensor_parallel_size": 2})) == 2
+    assert Ray().gpus("cpu", None) == Fsdp().gpus("cpu") == 0
+    assert Ray().gpus("auto", VllmOptions(tensor_parallel_size=2)) == 2
     with pytest.raises(ConfigError, match=r"num_gpus: too few for engine: tensor_parallel_size \(1 of 2\)"):
-        Ray(num_gpus=1).gpus(config(engine={"name": "vllm", "tensor_parallel_size": 2}))
+        Ray(num_gpus=1).gpus("auto", VllmOptions(tensor_parallel_size=2))
     with pytest.raises(ValueError, match="num_gpus=0: ranks without a GPU cannot use device: cuda"):
-        Fsdp(num_gpus=0).gpus(config(device="cuda"))
+        Fsdp(num_gpus=0).gpus("cuda")
     with pytest.raises(ValueError, match=r"num_gpus must be 0 or 1, not 0\.5"):
         Fsdp(num_gpus=0.5)
 
 
 def test_the_gpu_of_the_learner_counts(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "resolve_device", lambda name: torch.device("cuda"))
+    there = Machine(torch.device("cuda"), threads=1, memory=64 << 30, gpu_memory=80 << 30)
+    monkeypatch.setattr(Machine, "here", lambda device: there)
     needs = "sync: 2 samplers need 2 CPUs and 2 GPUs, 1 learner need 0 CPUs and 1 GPUs, and the cluster has 8 CPUs"
     with pytest.raises(ConfigError, match=needs):
         Trainer(config=tiny_config | {"sync": {"name": "ray", "samplers": 2}, "max_lag": 1, "correction": "truncate"})

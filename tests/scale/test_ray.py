@@ -23,7 +23,7 @@ from winnow.base.errors import ConfigError
 from winnow.cli.main import app
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
-from winnow.run import preflight as placement
+from winnow.run import preflight
 from winnow.sampler import ray as sampler_ray
 
 ray = pytest.importorskip("ray")
@@ -195,13 +195,13 @@ def test_a_cluster_that_is_too_small_is_refused(config: dict[str, Any]) -> None:
 
 
 def test_what_other_work_holds_is_waited_for_and_named(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "FREE_S", 3.0)
+    monkeypatch.setattr(preflight, "FREE_S", 3.0)
     other = ray.remote(lambda: time.sleep(600)).options(num_cpus=7).remote()
     wait_for(lambda: ray.available_resources().get("CPU", 0) <= 1)
     with pytest.raises(ConfigError, match=r"2 samplers need 2 CPUs .*, but other jobs of the cluster leave 1 CPUs"):
         Trainer(config=config)
     ray.cancel(other, force=True)
-    monkeypatch.setattr(placement, "FREE_S", 60.0)
+    monkeypatch.setattr(preflight, "FREE_S", 60.0)
     Trainer(config=config).close()
 
 
