@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from winnow.builders.audited import Audited
 
 from winnow.methods.gate import Gate, GateContext, NamedRule
 from winnow.types import Group, GroupView, Token, Verdict
+
+from .builders.audited import Audited
 
 
 class Fake(Gate):

@@ -37,7 +37,8 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from winnow.pretended_tensors import (
+
+from .pretended_tensors import (
     _REAL_DEVICE,
     ATTENTION,
     CUDA,

@@ -7,15 +7,15 @@ import json
 import threading
 from urllib.parse import urlsplit
 
-from winnow.tool_rollouts import Scripted
-from winnow.tools import OneTurn
-
 from winnow.engine import SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.tasks.agents import with_agent
 from winnow.types import Job, Visit
+
+from .tool_rollouts import Scripted
+from .tools import OneTurn
 
 
 class Connection(http.client.HTTPConnection):

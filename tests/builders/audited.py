@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from winnow.groups import make_group
-
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.gate.audit import RuleAudit, SkipAudit, load_with_audit, squared_advantages, state_with_audit
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select import SELECTORS
 from winnow.types import Group, Prompt, Visit
+
+from .groups import make_group
 
 JUDGE = GroupJudge(advantage=ADVANTAGES["grpo"]())
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from winnow.unit.engine_models import word_tokenizer
 
 from winnow.config import validate
 from winnow.config.options import LoraConfig
@@ -22,6 +21,8 @@ from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
 from winnow.run.build import with_lora
 from winnow.types import Rollout
+
+from ..unit.engine_models import word_tokenizer
 
 LAYERS, VOCAB = 2, 300
 BF16 = {"compute_dtype": torch.bfloat16}

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from winnow.toy_rollouts import SHORT_TURNS
-
 from winnow.env.base import StepResult
 from winnow.record.ledger import Ledger
 from winnow.types import EnvStep, GroupView, Prompt, Visit
+
+from .toy_rollouts import SHORT_TURNS
 
 
 def view_of(actions: list[list[str]], k: int, columns: dict[str, Any] | None = None, **rest: Any) -> GroupView:

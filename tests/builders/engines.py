@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from winnow.unit.engine_models import make_model, word_tokenizer
 
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Request, SamplingParams
+
+from ..unit.engine_models import make_model, word_tokenizer
 
 TOKENIZER = word_tokenizer()
 

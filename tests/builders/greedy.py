@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hypothesis import strategies as st
-from winnow.groups import make_rollout
 
 from winnow.types import Group
+
+from .groups import make_rollout
 
 reward = st.one_of(st.none(), st.sampled_from([0.0, 1.0, 0.1]), st.floats(-10, 10))
 

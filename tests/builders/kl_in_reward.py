@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from winnow.unit.learner_models import learner_of, llama
 
 from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.correct.none import NoScale
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 from winnow.types import Group
+
+from ..unit.learner_models import learner_of, llama
 
 
 def trained(groups: list[Group], advantage: Any, kl_in_reward: float, **loss: Any) -> tuple[Any, dict[str, float]]:

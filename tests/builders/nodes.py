@@ -11,11 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
-from winnow.runs import metrics_so_far
 
 from winnow import Trainer, parity
 from winnow.record.ledger import Ledger
 from winnow.sampler.pool import SamplerPool
+
+from .runs import metrics_so_far
 
 ray = pytest.importorskip("ray")
 

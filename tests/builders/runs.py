@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.parity import parity_reward
 
 from winnow import Trainer, TrainerCallback, TrainerState
 from winnow.record.ledger import Ledger
+
+from ..parity import parity_reward
 
 CARRYING = {
     "selector": "greso",

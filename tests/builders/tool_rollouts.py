@@ -6,7 +6,6 @@ import copy
 
 import numpy as np
 import pytest
-from winnow.tools import make_tokenizer
 
 from winnow.engine import SamplingParams
 from winnow.engine.base import Finished
@@ -14,6 +13,8 @@ from winnow.env.rewards.rewarder import Rewarder
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.types import Job, Visit
+
+from .tools import make_tokenizer
 
 
 @pytest.fixture(scope="module")

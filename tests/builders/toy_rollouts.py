@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from winnow.gates import Fake, named
-from winnow.parity import parity_reward
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import Env, StepResult
@@ -18,6 +16,9 @@ from winnow.env.rewards.rewarder import Rewarder
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.types import EnvStep, Group, GroupView, Job, Prompt, Token, Verdict, Visit
+
+from ..gates import Fake, named
+from ..parity import parity_reward
 
 
 @dataclass

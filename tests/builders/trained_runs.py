@@ -5,9 +5,9 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from winnow.runs import assert_clean
-
 from winnow.record.ledger import Ledger
+
+from .runs import assert_clean
 
 
 def assert_trained(run_dir: Path, steps: int) -> None:

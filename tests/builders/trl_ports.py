@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("trl")
 
 from transformers import TrainerCallback
-from winnow.trl_runs import G, settings
 
 from winnow.integrations.trl import WinnowGRPOTrainer
+
+from .trl_runs import G, settings
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from trl import GRPOConfig
-from winnow.runs import metrics_of
 
 from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.ledger import Ledger
+
+from .runs import metrics_of
 
 G, PROMPTS = 4, 4
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from winnow.unit.engine_models import make_model, word_tokenizer
 
 from winnow.base.noise import noise_key
 from winnow.engine import LocalEngine, ModelReference, Reached, Request, SamplingParams
 from winnow.engine.vllm.options import VllmOptions
+
+from ..unit.engine_models import make_model, word_tokenizer
 
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 

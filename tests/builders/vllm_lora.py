@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.unit.engine_models import PADDED, make_model, word_tokenizer
-from winnow.vllm import SMALL_CACHE, WIDE, assert_same, play, requests
 
 from winnow.base.weights import adapters_of
 from winnow.config.options import LoraConfig
@@ -20,6 +18,9 @@ from winnow.engine import Finished, LocalEngine, ModelReference
 from winnow.engine.loading import peft_config
 from winnow.engine.vllm.options import VllmOptions
 from winnow.learner.local.merged import MergedWeights
+
+from ..unit.engine_models import PADDED, make_model, word_tokenizer
+from .vllm import SMALL_CACHE, WIDE, assert_same, play, requests
 
 peft = pytest.importorskip("peft")
 

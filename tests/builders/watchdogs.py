@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from winnow.parity import parity_reward
 
 from winnow import Trainer
 from winnow.study.report import write_report
+
+from ..parity import parity_reward
 
 
 def run(config: dict[str, Any], reward: Callable[..., Any] = parity_reward, resume: bool = False) -> dict[int, str]:

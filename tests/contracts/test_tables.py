@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.builders.groups import make_group, make_rollout
-from winnow.gates import ask
 
 import winnow
 from winnow.engine import ENGINES, LocalEngine, ModelReference
@@ -27,6 +25,9 @@ from winnow.methods.select import SELECTORS
 from winnow.methods.size import ROLLOUT_BATCHES, SIZES, GroupSize
 from winnow.run.resolved import TABLES, all_methods
 from winnow.types import EnvStep, GroupKind, GroupView, Prompt, Token, Visit
+
+from ..builders.groups import make_group, make_rollout
+from ..gates import ask
 
 SOURCE = Path(winnow.__file__).parent
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(7)]

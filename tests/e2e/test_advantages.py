@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import _train_until, assert_clean, fingerprint, metrics_of, resume, resume_after_each, train
 
 from winnow import ConfigError, Trainer
 from winnow.run.plan import plan
 from winnow.study.compare_data import read_run_data
+
+from ..builders.runs import _train_until, assert_clean, fingerprint, metrics_of, resume, resume_after_each, train
 
 
 @pytest.mark.parametrize("advantage", [{"name": "max_at_k", "k": 2}, {"name": "max_at_k", "k": 4}, "reinforce_pp"])

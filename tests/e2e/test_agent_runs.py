@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.agents import SHARING, agent_config
-from winnow.builders.runs import assert_clean, fingerprint, metrics_of
 
 from winnow import Trainer
+
+from ..builders.agents import SHARING, agent_config
+from ..builders.runs import assert_clean, fingerprint, metrics_of
 
 
 @pytest.fixture

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from winnow.builders.runs import assert_clean, fingerprint, metrics_of, resume_after_each, train
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.cli.main import app
 from winnow.config import validate
 from winnow.methods.gate.arrol.head import FILE, HeadWeights
+
+from ..builders.runs import assert_clean, fingerprint, metrics_of, resume_after_each, train
 
 ARROL = {"name": "arrol", "at": 3, "cold_start": 1, "min_survivors": 1}
 

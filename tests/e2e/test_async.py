@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import assert_clean, metrics_of, metrics_so_far
-from winnow.builders.samplers import process_of
 
 from winnow import Trainer, parity
 from winnow.base.errors import ConfigError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
+
+from ..builders.runs import assert_clean, metrics_of, metrics_so_far
+from ..builders.samplers import process_of
 
 REWARD = f"{parity.__file__}:parity_reward"
 

@@ -10,10 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
-from winnow.builders.runs import assert_clean, fingerprint, resume_after_each, train
-from winnow.builders.selectors import Unrelated
-from winnow.gates import Fake
-from winnow.parity import parity_reward
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
@@ -23,6 +19,11 @@ from winnow.record.ledger import Ledger
 from winnow.record.rule_audits import rules_of
 from winnow.study.report import write_report
 from winnow.types import GroupView, Token, Verdict
+
+from ..builders.runs import assert_clean, fingerprint, resume_after_each, train
+from ..builders.selectors import Unrelated
+from ..gates import Fake
+from ..parity import parity_reward
 
 GRESO = {
     "env": {"name": "countdown", "train_size": 6, "test_size": 4},

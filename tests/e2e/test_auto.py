@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from winnow.builders.runs import assert_clean, fingerprint, resume, train
-from winnow.parity import parity_reward
 
 import winnow.base.machine as processor_module
 import winnow.run.resolve as machine_module
 from winnow import ConfigError, Trainer
 from winnow.run.plan import plan
+
+from ..builders.runs import assert_clean, fingerprint, resume, train
+from ..parity import parity_reward
 
 FAST, SLOW = "model name: A\nflags: avx2 amx_bf16\n", "model name: B\nflags: avx2\n"
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import metrics_of
 
 from winnow import ConfigError, Trainer
 from winnow.base import dotted
 from winnow.record.user_code import code_of
+
+from ..builders.runs import metrics_of
 
 SOURCES = {
     "rewards.py": """

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from winnow.builders.commands import REWARD, winnow
 
 from winnow.cli.main import app
 from winnow.run.preflight import does_not_fit
+
+from ..builders.commands import REWARD, winnow
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.pruning import PRUNING
-from winnow.builders.rewards import group, scored
 
 from winnow import ConfigError, Trainer
 from winnow.env.rewards.rewarder import Rewarder
+
+from ..builders.pruning import PRUNING
+from ..builders.rewards import group, scored
 
 WHOLE = {"max_steps": 2, "eval_steps": None}
 PARTS = {"group_size": {"name": "sequential", "probe": 2}}

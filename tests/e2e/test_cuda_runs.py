@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from winnow.builders.runs import metrics_of
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.errors import ConfigError
 from winnow.engine.local.cache import KVCache
 from winnow.record.stop_conditions import OutOfMemoryError
 from winnow.run.trainer import Trainer
+
+from ..builders.runs import metrics_of
 
 RUNS: dict[str, dict[str, Any]] = {
     "greso": {"selector": "greso", "filter": "zero_variance", "rollout_batch": "adaptive", "max_lag": 1},

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.parity import parity_reward
 
 from winnow import Trainer
+
+from ..parity import parity_reward
 
 
 def said(**arguments: Any) -> list[str]:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import _train_until, assert_clean, fingerprint, metrics_of, resume, train
 
 from winnow import Trainer, parity
 from winnow.base.errors import ConfigError
+
+from ..builders.runs import _train_until, assert_clean, fingerprint, metrics_of, resume, train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from winnow.builders.judges import write as write_judge
-from winnow.builders.tools import make_tokenizer
 
 from winnow import Trainer
 from winnow.config import load_config
 from winnow.engine.loading import load_tokenizer
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.types import Prompt
+
+from ..builders.judges import write as write_judge
+from ..builders.tools import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

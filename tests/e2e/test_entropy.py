@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from winnow.builders.runs import metrics_of
 
 from tests.parity import parity_reward
 from winnow import Trainer
+
+from ..builders.runs import metrics_of
 
 
 def constant(completions: list[str], **columns: Any) -> list[float]:

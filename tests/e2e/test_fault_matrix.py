@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from winnow.builders.runs import assert_clean, fingerprint, resume, train
-from winnow.builders.tokenizers import chat_model
-from winnow.parity import parity_reward
 
 from winnow import Trainer
 from winnow.env import row_files
@@ -25,6 +22,10 @@ from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import OutOfMemoryError
 from winnow.run import checkpoint
 from winnow.run.checkpoint import CheckpointError
+
+from ..builders.runs import assert_clean, fingerprint, resume, train
+from ..builders.tokenizers import chat_model
+from ..parity import parity_reward
 
 __all__ = ["chat_model"]  # a fixture
 

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import transformers
 from transformers.integrations import MLflowCallback, TensorBoardCallback, TrackioCallback, WandbCallback
-from winnow.builders.runs import metrics_of
 
 from tests.parity import parity_reward
 from winnow import ConfigError, Trainer, TrainerCallback
 from winnow.config import validate
 from winnow.run import build
 from winnow.run.callbacks import Callbacks
+
+from ..builders.runs import metrics_of
 
 EARLY = {"metric_for_best_model": "eval_reward", "eval_steps": 1}
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import metrics_of
-from winnow.parity import parity_reward
 
 from winnow import ConfigError, Trainer
+
+from ..builders.runs import metrics_of
+from ..parity import parity_reward
 
 ROWS = [{"prompt": f"{a} {b} 2", "answer": a} for a in range(1, 5) for b in range(1, 4)]
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.parity import parity_reward
 
 from winnow import Trainer, TrainerCallback
 from winnow.base.errors import ConfigError
@@ -15,6 +14,8 @@ from winnow.record.records import read_config
 from winnow.run.standalone import evaluate_model
 from winnow.study.pass_rates import profile_model
 from winnow.tasks.countdown import CountdownConfig
+
+from ..parity import parity_reward
 
 
 class Dies(TrainerCallback):

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.compacting import example, model
-from winnow.builders.runs import assert_clean, fingerprint
 
 from winnow import Trainer
 from winnow.env.dataset import DatasetConfig
 from winnow.tasks.agents import with_agent
+
+from ..builders.compacting import example, model
+from ..builders.runs import assert_clean, fingerprint
 
 __all__ = ["example", "model"]  # fixtures
 

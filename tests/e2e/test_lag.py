@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import assert_clean, fingerprint, metrics_of, train
-from winnow.parity import parity_reward
 
 from winnow import Trainer
 from winnow.base.noise import noise_key
 from winnow.rollout.evaluate import evaluate
 from winnow.sampler.in_process import LAG_STREAM, WEIGHTS_FOLDER
+
+from ..builders.runs import assert_clean, fingerprint, metrics_of, train
+from ..parity import parity_reward
 
 STEPS = 6
 

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import yaml
-from winnow.builders.commands import winnow
-from winnow.builders.runs import metrics_of
-from winnow.builders.watchdogs import run
-from winnow.parity import parity_reward
 
 from winnow import Trainer
 from winnow.env.base import StepResult
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.tasks.countdown import CountdownConfig
+
+from ..builders.commands import winnow
+from ..builders.runs import metrics_of
+from ..builders.watchdogs import run
+from ..parity import parity_reward
 
 QUIET = {"eval_steps": None, "max_skipped_steps": 3, "max_steps": 6}
 FILE = "test_losses.py"

@@ -11,9 +11,10 @@ import transformers
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from winnow.builders.commands import REWARD, winnow
 
 from winnow.record.records import RunDirectoryError, read_metrics
+
+from ..builders.commands import REWARD, winnow
 
 GEMMA = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
 SIZES = {

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import metrics_of
-from winnow.builders.wandb_files import frames
 
 from tests.parity import parity_reward
 from winnow import Trainer, TrainerCallback
+
+from ..builders.runs import metrics_of
+from ..builders.wandb_files import frames
 
 STEP = "train/global_step"
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import transformers
-from winnow.builders.runs import assert_clean, fingerprint
 
 from tests.parity import parity_reward
 from winnow import ConfigError, Trainer, TrainerCallback, TrainerControl, TrainerState
 from winnow.record.records import RunDirectoryError
+
+from ..builders.runs import assert_clean, fingerprint
 
 
 class Heard(TrainerCallback):

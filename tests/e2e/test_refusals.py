@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from winnow.builders.runs import assert_clean, fingerprint, resume, train
-from winnow.parity import parity_reward
 
 from winnow import ConfigError, RunConfig, Trainer
 from winnow.config import as_saved
@@ -17,6 +15,9 @@ from winnow.record.records import RunDirectoryError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.checkpoint import CheckpointError, refuse_changes
 from winnow.run.standalone import evaluate_model
+
+from ..builders.runs import assert_clean, fingerprint, resume, train
+from ..parity import parity_reward
 
 
 class TestRefusals:

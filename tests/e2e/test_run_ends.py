@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import CARRYING, assert_clean, metrics_of
 
 from winnow import Trainer
 from winnow.methods.filter import Filter
@@ -19,6 +18,8 @@ from winnow.record.stop_conditions import RunStoppedError, TaskSolvedError
 from winnow.study.compare import compare
 from winnow.study.compare_data import methods_of, read_run_data
 from winnow.types import Group, GroupKind, Verdict
+
+from ..builders.runs import CARRYING, assert_clean, metrics_of
 
 
 def _solved(completions: list[str], **columns: object) -> list[float]:

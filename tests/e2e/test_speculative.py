@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from winnow.builders.agents import agent_config
-from winnow.builders.runs import CARRYING, REPEATING, assert_clean, metrics_of, train
-from winnow.builders.tokenizers import save_chat_model
 
 from winnow import ConfigError, Trainer
 from winnow.rollout.in_flight import Flight
+
+from ..builders.agents import agent_config
+from ..builders.runs import CARRYING, REPEATING, assert_clean, metrics_of, train
+from ..builders.tokenizers import save_chat_model
 
 REWARDS = Path(__file__).resolve().parent.parent / "parity.py"
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import metrics_of
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
@@ -17,6 +16,8 @@ from winnow.run.plan import plan
 from winnow.study.compare_data import read_run_data
 from winnow.study.pass_rates import profile_model
 from winnow.study.report import report_data, write_report
+
+from ..builders.runs import metrics_of
 
 FILTERED = {"filter": {"name": "zero_variance", "max_refill_rounds": 2}, "max_steps": 50, "eval_steps": None}
 EVALUATED = {"max_steps": 1, "eval_steps": 1, "eval_prompts": 2, "eval_generations": 2}

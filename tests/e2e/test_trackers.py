@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch.utils.tensorboard
-from winnow.builders.runs import metrics_of
-from winnow.builders.wandb_files import frames
 
 from tests.parity import parity_reward
 from winnow import ConfigError, Trainer
 from winnow.config import validate
 from winnow.record import trackers
 from winnow.record.trackers import TRACKERS, Trackers, check_trackers
+
+from ..builders.runs import metrics_of
+from ..builders.wandb_files import frames
 
 NAMES = list(TRACKERS)
 

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import (
+
+from winnow import Trainer
+from winnow.run.checkpoint import CheckpointError
+
+from ..builders.runs import (
     CARRYING,
     REPEATING,
     assert_clean,
@@ -20,9 +24,6 @@ from winnow.builders.runs import (
     resume_after_each,
     train,
 )
-
-from winnow import Trainer
-from winnow.run.checkpoint import CheckpointError
 
 OPOB = {"advantage": "opob", "policy_loss": "plain"}
 SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}

@@ -16,8 +16,6 @@ pytest.importorskip("trl")
 
 from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
-from winnow.builders.trl_runs import PROMPTS, G, Watched, metrics, parity, proven, settings
-from winnow.unit.fake_samplers import group
 
 from winnow import ConfigError
 from winnow.integrations.trl import WinnowGRPOTrainer
@@ -28,6 +26,9 @@ from winnow.run.checkpoint import CheckpointError
 from winnow.sampler.codec import group_state
 from winnow.study.report import write_report
 from winnow.types import Prompt, Visit
+
+from ..builders.trl_runs import PROMPTS, G, Watched, metrics, parity, proven, settings
+from ..unit.fake_samplers import group
 
 
 def test_without_methods_the_batches_are_those_of_trl(arguments: dict[str, Any], tmp_path: Path) -> None:

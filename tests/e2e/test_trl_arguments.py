@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.parity import parity_reward
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.run.inputs import config_from
+
+from ..parity import parity_reward
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")

@@ -20,15 +20,16 @@ pytest.importorskip("trl")
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOTrainer
-from winnow.builders.pruning import PRUNING
-from winnow.builders.tokenizers import chat_tokenizer, save_chat_model
-from winnow.builders.trl_runs import PROMPTS, G, Watched, arguments, data, metrics, parity, proven, settings
 
 from winnow import ConfigError
 from winnow.env.base import StepResult
 from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
 from winnow.methods.correct import effective_sample_size
 from winnow.types import Prompt
+
+from ..builders.pruning import PRUNING
+from ..builders.tokenizers import chat_tokenizer, save_chat_model
+from ..builders.trl_runs import PROMPTS, G, Watched, arguments, data, metrics, parity, proven, settings
 
 __all__ = ["arguments", "data"]  # fixtures
 

@@ -18,13 +18,14 @@ import trl
 from datasets import Dataset, DatasetDict, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from winnow.builders.trl_ports import ROWS, SPECIAL, Guess, Quiet, Saves, length, run, user
-from winnow.builders.trl_runs import G, Watched, metrics, parity, proven, settings
 
 from winnow.env.row_files import DataError
 from winnow.integrations.trl import WinnowGRPOTrainer
 from winnow.record.records import RunDirectoryError
 from winnow.record.stop_conditions import RunStoppedError
+
+from ..builders.trl_ports import ROWS, SPECIAL, Guess, Quiet, Saves, length, run, user
+from ..builders.trl_runs import G, Watched, metrics, parity, proven, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using")  # TRL's own features are experimental
 SLOW_FALSE, SLOW_TRUE = (pytest.param(value, marks=pytest.mark.slow) for value in (False, True))

@@ -12,9 +12,10 @@ pytest.importorskip("trl")
 
 from datasets import Dataset, IterableDataset
 from trl import GRPOTrainer
-from winnow.builders.trl_runs import G, proven, settings
 
 from winnow.integrations.trl import WinnowGRPOTrainer
+
+from ..builders.trl_runs import G, proven, settings
 
 STEPS = 4
 PROMPTS = [f"{a} {b} 2" + " 3" * (a % 3) for a in range(1, 5) for b in range(1, 4)]

@@ -10,16 +10,16 @@ import pytest
 
 pytest.importorskip("trl")
 
-from winnow.builders.compacting import example, model
-from winnow.builders.groups import make_group
-from winnow.builders.trl_runs import metrics, proven, settings
-
 from winnow import ConfigError
 from winnow.env.dataset import DatasetConfig
 from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
 from winnow.integrations.trl_engine import require_trainable
 from winnow.tasks.agents import with_agent
 from winnow.types import Segment
+
+from ..builders.compacting import example, model
+from ..builders.groups import make_group
+from ..builders.trl_runs import metrics, proven, settings
 
 __all__ = ["example", "model"]  # fixtures
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.builders.watchdogs import run
 
 from winnow.base.weights import Weights, state_of
 from winnow.config import validate
@@ -22,6 +21,8 @@ from winnow.record.watchdogs import GAP, Watchdogs, first_figures
 from winnow.rollout.evaluate import Evaluation
 from winnow.run.session import Session
 from winnow.tasks.prompt_example import PromptExample
+
+from ..builders.watchdogs import run
 
 QUIET = {"learning_rate": 1e-5, "eval_steps": None, "max_steps": 6}
 """Weights move so little that no bound of log-probabilities is reached: the run goes on."""

@@ -29,15 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from winnow.builders.runs import assert_clean, fingerprint
-from winnow.harness import DEADLINE_S
-from winnow.pairs.compose import PROCESSES, Acceptance, make_place, tuples
-from winnow.pairs.harness import Place, has_agents
-from winnow.pairs.variants import Settings, together
 
 from winnow.base.machine import processor
 from winnow.rollout import answers
 from winnow.run.serve import PROCESS_NAME
+
+from ..builders.runs import assert_clean, fingerprint
+from ..pairs.compose import PROCESSES, Acceptance, make_place, tuples
+from ..pairs.harness import Place, has_agents
+from ..pairs.variants import Settings, together
+from .harness import DEADLINE_S
 
 STEPS, FAULTS = 6, 8
 PROCESS_SHARE = 0.1

@@ -12,15 +12,16 @@ from typing import Any
 
 import psutil
 import pytest
-from winnow.builders.samplers import process_of
-from winnow.builders.trained_runs import assert_trained
-from winnow.harness import run
 
 from winnow import Trainer, parity
 from winnow.record.ledger import Ledger
 from winnow.run.serve import PROCESS_NAME
 from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
+
+from ..builders.samplers import process_of
+from ..builders.trained_runs import assert_trained
+from .harness import run
 
 ORPHAN_S = 5.0
 """How long a sampler may outlive its learner."""

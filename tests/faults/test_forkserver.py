@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from winnow import forked
 from winnow.base.forkserver import Forked, ForkServer, forkserver
+
+from . import forked
 
 TARGET = f"{forked.__name__}:main"
 PATHS = os.pathsep.join([str(Path(forked.__file__).parents[2]), *sys.path])

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from winnow.builders.hostile_state import changed, seal
-from winnow.pairs.compose import make_place
-from winnow.pairs.variants import together, variants
-from winnow.pairs.world import World
 
 from winnow import Trainer
 from winnow.cli.console import EXPECTED
+
+from ..builders.hostile_state import changed, seal
+from ..pairs.compose import make_place
+from ..pairs.variants import together, variants
+from ..pairs.world import World
 
 ANYWHERE = ("not finite; it was not published",)
 """What is told of a weight, not of a file: moments may be any numbers, and only an update shows what they lead to."""

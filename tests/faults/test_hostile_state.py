@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from winnow.builders.hostile_state import changed, seal
-from winnow.pairs.compose import make_place
-from winnow.pairs.variants import Variant, together, variants
-from winnow.pairs.world import World, make_model
 
 from winnow import ConfigError, Trainer
 from winnow.base.array_json import pack, pack_all, unpack, unpack_all
 from winnow.cli.console import EXPECTED
 from winnow.run.checkpoint import CheckpointError, marks
 from winnow.sampler.codec import ARRAYS
+
+from ..builders.hostile_state import changed, seal
+from ..pairs.compose import make_place
+from ..pairs.variants import Variant, together, variants
+from ..pairs.world import World, make_model
 
 
 def half(completions: list[str], **columns: Any) -> list[float]:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import assert_clean, fingerprint
-from winnow.harness import run
 
 from winnow.record.ledger import Ledger
+
+from ..builders.runs import assert_clean, fingerprint
+from .harness import run
 
 NAMES = [
     *["launch", "take", "gradient", "applied", "trained", "publish", "record"],

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.poisoned import WEIGHT, poisoned
-from winnow.builders.runs import assert_clean
 
 from winnow import Trainer, parity
 from winnow.run import checkpoint
+
+from ..builders.poisoned import WEIGHT, poisoned
+from ..builders.runs import assert_clean
 
 
 @pytest.mark.cases(one_in=3)

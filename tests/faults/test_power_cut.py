@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.ledgers import book_step
-from winnow.power_cut import FOLDER, Note, Operation, Sync, Write, cut, library, recorded
 
 from winnow.record import ledger as ledger_module
 from winnow.record.ledger import Ledger, LedgerError
+
+from ..builders.ledgers import book_step
+from .power_cut import FOLDER, Note, Operation, Sync, Write, cut, library, recorded
 
 SQLITE = library()
 pytestmark = pytest.mark.skipif(SQLITE is None, reason="SQLite is built into this Python")

@@ -15,7 +15,6 @@ from uuid import uuid4
 import numpy as np
 import psutil
 import pytest
-from winnow.builders.rewards import score_all
 
 from winnow.base.errors import ConfigError
 from winnow.config import validate
@@ -29,6 +28,8 @@ from winnow.env.workers.worker import WorkerError, WorkerPool
 from winnow.run.build import build_rewarder
 from winnow.run.inputs import build_task
 from winnow.types import Group, Prompt, Rollout, Verdict, Visit
+
+from ..builders.rewards import score_all
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

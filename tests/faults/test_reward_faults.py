@@ -11,12 +11,13 @@ import time
 import numpy as np
 import psutil
 import pytest
-from winnow.builders.rewards import score_all
 
 from winnow.env.rewards.math import math_reward
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.workers import RewardWorkers
 from winnow.types import Fate, Group, Prompt, Rollout, Visit
+
+from ..builders.rewards import score_all
 
 
 def group(*texts: str, number: int = 0, **columns) -> Group:

@@ -19,12 +19,13 @@ from typing import Any
 
 import psutil
 import pytest
-from winnow.builders.sandboxes import FORK_BOMB, OPTIONS, OWN_UID, inside
 
 from winnow.env.workers import bubblewrap as module
 from winnow.env.workers.bubblewrap import SandboxError
 from winnow.env.workers.sandbox import Outcome, Sandbox, SandboxOptions
 from winnow.env.workers.seccomp import DENIED, program
+
+from ..builders.sandboxes import FORK_BOMB, OPTIONS, OWN_UID, inside
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 pytestmark = needs_bubblewrap

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from winnow.builders.runs import assert_clean
 
 from winnow import Trainer, parity
 from winnow.run.checkpoint import steps
 from winnow.run.trainer import StopSignals
+
+from ..builders.runs import assert_clean
 
 
 def test_the_run_is_saved_when_the_terminal_closes(tiny_config: dict[str, Any], tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from winnow.targets import HANG_S, MEMORY_MIB, TARGETS
-
 from winnow.base.machine import processor
+
+from .targets import HANG_S, MEMORY_MIB, TARGETS
 
 _RUNS = re.compile(r"#(\d+)\s")
 _SUMS = ("inputs", "seconds", "cpu_seconds")

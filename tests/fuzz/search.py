@@ -7,7 +7,7 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["winnow"]):
-    from winnow.targets import TARGETS, one_input
+    from .targets import TARGETS, one_input
 
     for seed in TARGETS[sys.argv[1]].seeds():
         one_input(sys.argv[1], seed)

@@ -57,10 +57,10 @@ def checkpoint(file: str, made: Callable[[], Path], *, seal: bool) -> Callable[[
 @cache
 def _behind() -> tuple[Any, dict[str, Any]]:
     """Configuration of a run that is two steps behind, and its last state in which groups wait."""
-    from winnow.pairs.compose import make_place
-    from winnow.pairs.world import World
-
     from winnow import Trainer
+
+    from ..pairs.compose import make_place
+    from ..pairs.world import World
 
     place = make_place(Path(tempfile.mkdtemp(prefix="fuzz-states-")))
     trainer = Trainer(config=place.config(METHODS), env=World())
@@ -72,14 +72,14 @@ def _behind() -> tuple[Any, dict[str, Any]]:
 
 def _loop() -> Any:
     """As a resume makes it, but for what a state does not reach."""
-    from winnow.pairs.world import World
-
     from winnow.collect import Collector
     from winnow.loop import Loop
     from winnow.record.stop_conditions import Limits
     from winnow.run.build_methods import build_methods
     from winnow.sampler.buffer import Buffer
     from winnow.sampler.codec import prompts_of
+
+    from ..pairs.world import World
 
     config, world = _behind()[0], World()
     m, nothing = build_methods(config, Options.from_config(config), world.train), cast(Any, None)

@@ -19,8 +19,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from winnow import states
 from winnow.cli.console import EXPECTED
+
+from . import states
 
 HANG_S = 20
 MEMORY_MIB = 4096
@@ -175,10 +176,10 @@ REQUEST = {
 @cache
 def _run() -> Path:
     """A small run directory: a ledger, a checkpoint, metrics, samples."""
-    from winnow.builders.ledgers import book_step
-
     from winnow.record.ledger import Ledger
     from winnow.run.checkpoint import save
+
+    from ..builders.ledgers import book_step
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-run-"))
     with Ledger.open(folder / "ledger.sqlite") as ledger:
@@ -301,7 +302,7 @@ def _tensors() -> list[bytes]:
 
 @cache
 def _model() -> Path:
-    from winnow.pairs.world import make_model
+    from ..pairs.world import make_model
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-model-"))
     make_model(folder)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.pages import HOSTILE, decision, make_run, sample
-from winnow.builders.watch import serving
 
 from winnow.base.sanitize import visible
 from winnow.study.compare import compare
 from winnow.study.compare_view import write_page
 from winnow.study.report import write_report
+
+from ..builders.pages import HOSTILE, decision, make_run, sample
+from ..builders.watch import serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright drives the browser")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

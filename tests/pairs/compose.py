@@ -17,11 +17,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from winnow.harness import STEPS, Outcome, Place, check
-from winnow.variants import Settings, Variant, compatible, together, variants
-from winnow.world import World, WorldConfig, load_model, make_model, write_profile
-
 from winnow import ConfigError, Trainer
+
+from .harness import STEPS, Outcome, Place, check
+from .variants import Settings, Variant, compatible, together, variants
+from .world import World, WorldConfig, load_model, make_model, write_profile
 
 PROCESSES: Settings = {
     "env": f"{WorldConfig.__module__}:{WorldConfig.__name__}",

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from winnow.builders.runs import WALL_CLOCK, assert_clean, fingerprint, metrics_of
-from winnow.variants import PROFILE, Settings
-from winnow.world import World
 
 from winnow import ConfigError, Trainer
 from winnow.record.ledger import Ledger
 from winnow.study.report import write_report
+
+from ..builders.runs import WALL_CLOCK, assert_clean, fingerprint, metrics_of
+from .variants import PROFILE, Settings
+from .world import World
 
 STEPS = 3
 BASE: Settings = {

@@ -17,17 +17,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from winnow.builders.runs import fingerprint
-from winnow.compose import PROCESSES, Acceptance, Chosen, compose, covering, in_processes, make_place, pairs, tuples
-from winnow.faults.harness import run as run_in_child
-from winnow.harness import STEPS, Outcome, Place, check, check_sharing, examine
-from winnow.variants import OPTIONS, Settings, Variant, together, variants
-from winnow.world import World
 
 from winnow import ConfigError, Trainer
 from winnow.methods.filter import FILTERS
 from winnow.rollout import answers, gate_rules
 from winnow.run.resolved import TABLES
+
+from ..builders.runs import fingerprint
+from ..faults.harness import run as run_in_child
+from .compose import PROCESSES, Acceptance, Chosen, compose, covering, in_processes, make_place, pairs, tuples
+from .harness import STEPS, Outcome, Place, check, check_sharing, examine
+from .variants import OPTIONS, Settings, Variant, together, variants
+from .world import World
 
 HEAD = {"name": "arrol", "at": 2, "cold_start": 1}
 CUT = {"name": "divergence", "k": 1, "threshold": 0.6}

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from winnow.variants import PROFILE, together, variants
 
 from winnow.base.errors import ConfigError
 from winnow.config import RunConfig, validate
 from winnow.engine.initial_model import InitialModel
 from winnow.run.resolve import resolve
 from winnow.run.resolved import Machine, Options
+
+from .variants import PROFILE, together, variants
 
 CONFIGURATIONS = 2_000
 GIB = 1 << 30

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union
 
-from winnow.rising import Rising
-
 from winnow.config import RunConfig
 from winnow.run.resolved import TABLES
+
+from .rising import Rising
 
 LISTS = ("gates",)
 """Fields that hold several methods."""

@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("verifiers")
 
-from winnow.builders.runs import assert_clean, fingerprint, metrics_of
-from winnow.builders.tokenizers import chat_model
-
 from winnow import Trainer, sums_env
 from winnow.base.errors import ConfigError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.tasks.agents.verifiers import VerifiersConfig
+
+from ..builders.runs import assert_clean, fingerprint, metrics_of
+from ..builders.tokenizers import chat_model
 
 __all__ = ["chat_model"]  # a fixture
 

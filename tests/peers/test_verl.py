@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("verl")
 
-from winnow.builders.rewards import group, scored
-from winnow.builders.runs import assert_clean, metrics_of
-from winnow.builders.tokenizers import chat_model
-
 from winnow import Trainer
+
+from ..builders.rewards import group, scored
+from ..builders.runs import assert_clean, metrics_of
+from ..builders.tokenizers import chat_model
 
 __all__ = ["chat_model"]  # a fixture
 

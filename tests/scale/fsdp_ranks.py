@@ -6,9 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from winnow.unit.learner_models import WORDS, llama, random_rows
 
-from winnow import parity
 from winnow.config import RunConfig, validate
 from winnow.learner import Learner, Policy
 from winnow.learner.fsdp.learner import FsdpLearner
@@ -17,6 +15,9 @@ from winnow.methods.correct import M2PO, Truncate
 from winnow.methods.loss import LossConfig
 from winnow.run.resolved import Options, learner_context
 from winnow.study.warm_start import word_tokenizer
+
+from .. import parity
+from ..unit.learner_models import WORDS, llama, random_rows
 
 REWARD = f"{parity.__file__}:parity_reward"
 FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}

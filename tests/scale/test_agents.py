@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.agents import agent_config
-from winnow.builders.runs import assert_clean, metrics_of
-from winnow.builders.tokenizers import save_chat_model
-from winnow.builders.vllm_runs import VLLM, rollouts
 
 from winnow import Trainer
+
+from ..builders.agents import agent_config
+from ..builders.runs import assert_clean, metrics_of
+from ..builders.tokenizers import save_chat_model
+from ..builders.vllm_runs import VLLM, rollouts
 
 
 @pytest.fixture

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.nodes import assert_clean, more_steps, processes, restarts, rows, train_while, wait_for
-from winnow.builders.poisoned import WEIGHT, poisoned
-from winnow.builders.trained_runs import assert_trained
 
 from winnow import Trainer, parity
 from winnow.record.ledger import Ledger
@@ -23,6 +20,10 @@ from winnow.record.stop_conditions import RunStoppedError
 from winnow.run import checkpoint
 from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
+
+from ..builders.nodes import assert_clean, more_steps, processes, restarts, rows, train_while, wait_for
+from ..builders.poisoned import WEIGHT, poisoned
+from ..builders.trained_runs import assert_trained
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from winnow.builders.groups import make_group
-from winnow.builders.off_policy import STEP
-from winnow.fsdp_ranks import LOSSES, config, difference, over, policy, state, updates
-from winnow.unit.learner_models import gemma2, random_rows
 
 from winnow.learner import Learner, Local
 from winnow.learner.fsdp.learner import FsdpLearner
@@ -24,6 +20,11 @@ from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.advantage.in_update import Weighing
 from winnow.methods.correct import STEP_SCALES, Truncate
 from winnow.methods.loss import LossConfig
+
+from ..builders.groups import make_group
+from ..builders.off_policy import STEP
+from ..unit.learner_models import gemma2, random_rows
+from .fsdp_ranks import LOSSES, config, difference, over, policy, state, updates
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from winnow.fsdp_ranks import FSDP, LOSSES, config, difference, over, policy, state, updates
-from winnow.unit.learner_models import random_rows
 
 from winnow.base.weights import HalvedWeights, RemoteWeights, from_bytes
 from winnow.engine.skeleton import unloaded
@@ -20,6 +18,9 @@ from winnow.learner import Local, Policy
 from winnow.learner.fsdp.ranks import Ranks
 from winnow.run.build import build_policy
 from winnow.run.resolve import resolve_here
+
+from ..unit.learner_models import random_rows
+from .fsdp_ranks import FSDP, LOSSES, config, difference, over, policy, state, updates
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")

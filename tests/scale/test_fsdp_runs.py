@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.runs import metrics_so_far
-from winnow.fsdp_ranks import FSDP, LOSSES, REWARD, over, policy
-from winnow.unit.learner_models import random_rows
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
@@ -20,6 +17,10 @@ from winnow.learner import LearnerLostError
 from winnow.learner.fsdp.ranks import Ranks
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
+
+from ..builders.runs import metrics_so_far
+from ..unit.learner_models import random_rows
+from .fsdp_ranks import FSDP, LOSSES, REWARD, over, policy
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")

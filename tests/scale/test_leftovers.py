@@ -18,9 +18,9 @@ from uuid import uuid4
 
 import psutil
 import pytest
-from winnow.builders.nodes import restarts, rows, wait_for
 
-from winnow import parity
+from .. import parity
+from ..builders.nodes import restarts, rows, wait_for
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")

@@ -16,7 +16,16 @@ from typing import Any
 
 import psutil
 import pytest
-from winnow.builders.nodes import (
+
+from winnow import Trainer
+from winnow.base.cluster import node_name
+from winnow.base.errors import ConfigError
+from winnow.record.stop_conditions import RunStoppedError
+from winnow.sampler import pool
+from winnow.sampler.pool import SamplerPool
+from winnow.study import doctor as cluster_check
+
+from ..builders.nodes import (
     REWARD,
     assert_clean,
     more_steps,
@@ -27,14 +36,6 @@ from winnow.builders.nodes import (
     train_while,
     wait_for,
 )
-
-from winnow import Trainer
-from winnow.base.cluster import node_name
-from winnow.base.errors import ConfigError
-from winnow.record.stop_conditions import RunStoppedError
-from winnow.sampler import pool
-from winnow.sampler.pool import SamplerPool
-from winnow.study import doctor as cluster_check
 
 
 def train_past(config: dict[str, Any], happens: Callable[[], None]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from winnow.builders.runs import metrics_of
 
 from winnow import Trainer, parity
 from winnow.base.errors import ConfigError
@@ -17,6 +16,8 @@ from winnow.record.ledger import Ledger
 from winnow.sampler.ray import RayWeights, read_object
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.countdown import CountdownConfig
+
+from ..builders.runs import metrics_of
 
 ray = pytest.importorskip("ray")
 from ray._private.internal_api import memory_summary  # noqa: E402

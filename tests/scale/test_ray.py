@@ -14,8 +14,6 @@ import psutil
 import pytest
 import yaml
 from typer.testing import CliRunner
-from winnow.builders.nodes import wait_for
-from winnow.builders.runs import REPEATING, metrics_of, metrics_so_far
 
 from winnow import Trainer, parity
 from winnow.base import cluster
@@ -25,6 +23,9 @@ from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run import preflight
 from winnow.sampler import ray as sampler_ray
+
+from ..builders.nodes import wait_for
+from ..builders.runs import REPEATING, metrics_of, metrics_so_far
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")

@@ -14,16 +14,17 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from winnow.builders.vllm import SMALL_CACHE, WIDE, build, requests
-from winnow.builders.vllm_lora import Parts, assert_adapters_change_between_steps
-from winnow.builders.vllm_runs import EVERYTHING, VLLM
-from winnow.unit.engine_models import make_model, word_tokenizer
 
 from winnow import Trainer, parity
 from winnow.base.errors import ConfigError
 from winnow.engine import ModelReference
 from winnow.engine.vllm.options import VllmOptions
 from winnow.record.ledger import Ledger
+
+from ..builders.vllm import SMALL_CACHE, WIDE, build, requests
+from ..builders.vllm_lora import Parts, assert_adapters_change_between_steps
+from ..builders.vllm_runs import EVERYTHING, VLLM
+from ..unit.engine_models import make_model, word_tokenizer
 
 pytest.importorskip("vllm")
 

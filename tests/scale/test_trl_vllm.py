@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.pruning import PRUNING
-from winnow.builders.trl_runs import PROMPTS, G, Watched, arguments, data, metrics, proven, settings
-from winnow.builders.vllm import SMALL_CACHE
 
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.countdown import CountdownConfig
+
+from ..builders.pruning import PRUNING
+from ..builders.trl_runs import PROMPTS, G, Watched, arguments, data, metrics, proven, settings
+from ..builders.vllm import SMALL_CACHE
 
 __all__ = ["arguments", "data"]  # fixtures
 pytest.importorskip("vllm")

@@ -15,9 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from winnow.e2e import test_pages as pages
 
 from winnow.base import cluster
+
+from ..e2e import test_pages as pages
 
 ray = pytest.importorskip("ray")
 

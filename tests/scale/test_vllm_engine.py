@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from winnow.builders.vllm import SMALL_CACHE, WIDE, assert_same, build, play, requests
-from winnow.unit.engine_models import make_model, word_tokenizer
 
 from winnow.base.errors import ConfigError
 from winnow.base.noise import noise_key
 from winnow.engine import CAPABILITIES, Finished, LocalEngine, ModelReference, Request, SamplingParams
 from winnow.engine.vllm.options import VllmOptions
+
+from ..builders.vllm import SMALL_CACHE, WIDE, assert_same, build, play, requests
+from ..unit.engine_models import make_model, word_tokenizer
 
 pytest.importorskip("vllm")
 

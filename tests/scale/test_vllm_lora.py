@@ -9,10 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.builders.vllm import SMALL_CACHE, WIDE, assert_same, play, requests
-from winnow.builders.vllm_lora import Parts, assert_adapters_change_between_steps
-from winnow.builders.vllm_runs import EVERYTHING, VLLM, rollouts, train
-from winnow.unit.engine_models import make_model, word_tokenizer
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
@@ -23,6 +19,11 @@ from winnow.learner.local.merged import MergedWeights
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.standalone import evaluate_model
+
+from ..builders.vllm import SMALL_CACHE, WIDE, assert_same, play, requests
+from ..builders.vllm_lora import Parts, assert_adapters_change_between_steps
+from ..builders.vllm_runs import EVERYTHING, VLLM, rollouts, train
+from ..unit.engine_models import make_model, word_tokenizer
 
 pytest.importorskip("vllm")
 

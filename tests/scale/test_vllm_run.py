@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from winnow.builders.vllm_runs import EVERYTHING, VLLM, rollouts, train
 
 from winnow.base.errors import ConfigError
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.standalone import evaluate_model
+
+from ..builders.vllm_runs import EVERYTHING, VLLM, rollouts, train
 
 pytest.importorskip("vllm")
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.fake_samplers import pools
 
 from winnow.sampler.pool import SamplerPool
+
+from .fake_samplers import pools
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from winnow.builders.resolving import sampler_context
 
 from winnow.config import validate
 from winnow.sampler import pool
@@ -18,6 +17,8 @@ from winnow.sampler.base import PoolOptions
 from winnow.sampler.handle import Message, SamplerHandle, Stage
 from winnow.sampler.pool import SamplerPool
 from winnow.types import Group, Job, Prompt, Purpose, Rollout, Visit
+
+from ..builders.resolving import sampler_context
 
 PROMPTS = [Prompt(f"p{i}", i, text="p") for i in range(9)]
 HELD_OUT = [Prompt(f"t{i}", i, text="t") for i in range(9)]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from winnow.builders.adapters import CPU, REWARDS, adapted, changed, logits
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
@@ -20,6 +19,8 @@ from winnow.config import validate
 from winnow.engine.initial_model import InitialModel
 from winnow.engine.loading import load_causal_lm, load_tokenizer
 from winnow.run.standalone import evaluate_model
+
+from ..builders.adapters import CPU, REWARDS, adapted, changed, logits
 
 
 @pytest.fixture(params=["tied", "untied"])

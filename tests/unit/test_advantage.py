@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from winnow.builders.groups import make_group
 
 from winnow.methods.advantage import ADVANTAGES, dr_grpo, grpo, max_at_k, opo, rloo
+
+from ..builders.groups import make_group
 
 reward = st.one_of(st.just(math.nan), st.sampled_from([0.0, 1.0, 0.1]), st.floats(-10, 10))
 groups = st.lists(reward, min_size=1, max_size=12)

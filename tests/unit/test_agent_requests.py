@@ -14,11 +14,6 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
-from winnow.builders.agent_requests import Slow, start_request
-from winnow.builders.asking import ask, user
-from winnow.builders.tool_calls import call
-from winnow.builders.tool_rollouts import roll
-from winnow.builders.tools import OneTurn, add, make_tokenizer
 
 from winnow.env.tools import with_tools
 from winnow.methods.group_kind import GroupJudge
@@ -26,6 +21,12 @@ from winnow.record.step_metrics import Tally
 from winnow.sampler.codec import group_from, group_state
 from winnow.tasks.agents import endpoint, with_agent
 from winnow.types import Fate
+
+from ..builders.agent_requests import Slow, start_request
+from ..builders.asking import ask, user
+from ..builders.tool_calls import call
+from ..builders.tool_rollouts import roll
+from ..builders.tools import OneTurn, add, make_tokenizer
 
 
 @pytest.fixture(scope="module")

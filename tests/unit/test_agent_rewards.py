@@ -10,10 +10,6 @@ import urllib.error
 import numpy as np
 import pytest
 import torch
-from winnow.builders.groups import make_group
-from winnow.builders.requests import ask, text_of, user
-from winnow.builders.tool_rollouts import roll
-from winnow.builders.tools import OneTurn, make_tokenizer
 
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
@@ -25,6 +21,11 @@ from winnow.record.ledger_file import LEDGER
 from winnow.record.step_metrics import Tally
 from winnow.tasks.agents import conversation, with_agent
 from winnow.types import Fate, Group, GroupKind, Visit
+
+from ..builders.groups import make_group
+from ..builders.requests import ask, text_of, user
+from ..builders.tool_rollouts import roll
+from ..builders.tools import OneTurn, make_tokenizer
 
 
 @pytest.fixture(scope="module")

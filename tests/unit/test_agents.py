@@ -9,15 +9,16 @@ import socket
 import threading
 
 import pytest
-from winnow.builders.asking import ask, user
-from winnow.builders.tool_calls import call
-from winnow.builders.tool_rollouts import roll
-from winnow.builders.tools import OneTurn, add, make_tokenizer
 
 from winnow.env.tools import with_tools
 from winnow.tasks.agents import AgentConfig, with_agent
 from winnow.tasks.agents.endpoint import Endpoint
 from winnow.types import Fate
+
+from ..builders.asking import ask, user
+from ..builders.tool_calls import call
+from ..builders.tool_rollouts import roll
+from ..builders.tools import OneTurn, add, make_tokenizer
 
 GOES_ON = [{"role": "user", "content": "Go on."}]
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.learner_models import VOCABULARY, WORDS, learner_of, llama, sampled
-from winnow.parity import parity_reward
 
 from winnow import Trainer, parity
 from winnow.base.errors import ConfigError
@@ -32,6 +30,9 @@ from winnow.run.preflight import check_agreement
 from winnow.study.report import report_data
 from winnow.study.warm_start import word_tokenizer
 from winnow.types import Group, Rollout, Segment
+
+from ..parity import parity_reward
+from .learner_models import VOCABULARY, WORDS, learner_of, llama, sampled
 
 
 @pytest.fixture(scope="module")

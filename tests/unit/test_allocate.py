@@ -8,12 +8,13 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from winnow.builders.groups import make_group
 
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.size.allocate import Allocate, AllocatedSize, knapsack_gains, signal_gains
 from winnow.methods.success import Success
 from winnow.types import Prompt
+
+from ..builders.groups import make_group
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(60)]
 

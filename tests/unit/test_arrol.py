@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.builders.arrol import H, built, group_of, play, rollout, view
-from winnow.gates import ask, plain
 
 from winnow.base.errors import ConfigError
 from winnow.learner.rows import rows_of
@@ -17,6 +15,9 @@ from winnow.methods.gate.arrol.calibration import survival_factor
 from winnow.methods.gate.arrol.gate import Arrol, _sampled_after
 from winnow.methods.gate.arrol.rule import forced_beyond
 from winnow.types import Decision, Group, Prompt, Token, Turn, Verdict, Visit
+
+from ..builders.arrol import H, built, group_of, play, rollout, view
+from ..gates import ask, plain
 
 
 def test_nothing_is_pruned_while_it_is_cold_and_then_the_keep_rate_is_kept() -> None:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from winnow.builders.arrol import H, built, play
 
 from winnow.base.array_json import pack
 from winnow.methods.gate.arrol.gate import Arrol
 from winnow.methods.gate.arrol.head import FILE, Example, HeadWeights, QualityHead
 from winnow.methods.gate.arrol.stats import Realised
 from winnow.methods.posterior import auroc
+
+from ..builders.arrol import H, built, play
 
 
 def test_a_head_that_diverges_is_thrown_away() -> None:

@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from winnow.builders.arrol import H, built, play, view
-from winnow.builders.toy_rollouts import ToyTask
-from winnow.gates import ask, named
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
@@ -21,6 +18,10 @@ from winnow.methods.gate.arrol.rule import novelty_of
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.types import Group, Job, Visit
+
+from ..builders.arrol import H, built, play, view
+from ..builders.toy_rollouts import ToyTask
+from ..gates import ask, named
 
 
 def sampled(model: Path, gate: ArrolGate, **params: Any) -> list[Group]:

@@ -7,9 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from winnow.builders.arrol import built
-from winnow.builders.toy_rollouts import ToyTask
-from winnow.gates import named
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
@@ -17,6 +14,10 @@ from winnow.methods.gate.arrol.gate import Arrol, ArrolGate
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.types import Fate, Group, Job, Visit
+
+from ..builders.arrol import built
+from ..builders.toy_rollouts import ToyTask
+from ..gates import named
 
 
 def test_survivors_have_the_tokens_that_they_have_without_pruning(tiny_model: Path) -> None:

@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from winnow.builders.audited import JUDGE, Audited, answered, build, replace_visit
-from winnow.builders.groups import make_group
-from winnow.builders.toy_rollouts import SHORT_TURNS, EchoEnv, ToyTask, run
-from winnow.gates import Fake
 
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.gate.audit import StopAudit, squared_advantages
 from winnow.methods.group_kind import GroupJudge
 from winnow.types import EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
+
+from ..builders.audited import JUDGE, Audited, answered, build, replace_visit
+from ..builders.groups import make_group
+from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, ToyTask, run
+from ..gates import Fake
 
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(40)]
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from winnow.builders.resolving import resolved
 
 import winnow.base.machine as processor_module
 from tests.pretend_cuda import PretendCuda
@@ -35,6 +34,8 @@ from winnow.run.resolve import (
     threads_for,
 )
 from winnow.run.resolved import Machine
+
+from ..builders.resolving import resolved
 
 AMX = "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\nmodel name\t: other\nflags\t\t: fpu\n"
 ZEN4 = "model name\t: EPYC\nflags\t\t: avx2 avx512f avx512_bf16\n"

@@ -9,17 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from winnow.builders.asking import ask
-from winnow.builders.rewards import group, scored
-from winnow.builders.tool_calls import call
-from winnow.builders.tool_rollouts import roll
-from winnow.builders.tools import OneTurn, add, make_tokenizer, play
-from winnow.builders.toy_rollouts import ToyTask, run
 
 from winnow.env.base import StepResult
 from winnow.env.tools import ToolUnavailableError, with_tools
 from winnow.env.workers.remote import EnvPool
 from winnow.tasks.agents import with_agent
+
+from ..builders.asking import ask
+from ..builders.rewards import group, scored
+from ..builders.tool_calls import call
+from ..builders.tool_rollouts import roll
+from ..builders.tools import OneTurn, add, make_tokenizer, play
+from ..builders.toy_rollouts import ToyTask, run
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # a coroutine that was never awaited
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from winnow.builders.greedy import reward, with_greedy
-from winnow.builders.groups import make_group
 
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.group_kind import GroupJudge
 from winnow.types import Group
+
+from ..builders.greedy import reward, with_greedy
+from ..builders.groups import make_group
 
 member = st.tuples(reward, st.integers(0, 9))
 batches = st.lists(st.lists(member, min_size=1, max_size=6), min_size=1, max_size=4)

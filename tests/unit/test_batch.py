@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from winnow.builders.groups import make_group, make_rollout
 
 from winnow.learner.batch import PASS_TOKENS, PassLimits, collate, micro_batches, packed
 from winnow.learner.rows import Row, rows_of, token_weights, with_gradient
@@ -17,6 +16,8 @@ from winnow.methods.group_kind import GroupJudge, is_zero_variance
 from winnow.methods.loss import LossConfig
 from winnow.sampler.buffer import Buffer, oldest_version
 from winnow.types import GroupKind
+
+from ..builders.groups import make_group, make_rollout
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "sequence_sum"])

@@ -7,13 +7,14 @@ import json
 
 import numpy as np
 import pytest
-from winnow.builders.groups import make_group
 
 from winnow.methods.group_kind import BY_REWARDS
 from winnow.methods.posterior import mixed_probability
 from winnow.methods.select.bayes import Bayes, BayesSelector
 from winnow.methods.select.thompson import Thompson
 from winnow.types import Prompt
+
+from ..builders.groups import make_group
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(2000)]
 

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
-from winnow.builders.budgets import RECIPES, UPDATES, VOCAB, config, qwen3, rows_of, shell, total
-from winnow.builders.resolving import budget
-from winnow.engine_models import word_tokenizer
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.errors import ConfigError
@@ -33,6 +30,10 @@ from winnow.run import resolved as resolved_module
 from winnow.run.budget import GIB, Gpus, Shapes
 from winnow.run.build import with_lora
 from winnow.run.plan import plan_for
+
+from ..builders.budgets import RECIPES, UPDATES, VOCAB, config, qwen3, rows_of, shell, total
+from ..builders.resolving import budget
+from .engine_models import word_tokenizer
 
 
 @pytest.mark.cases(one_in=5)

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from winnow.builders.audited import answered, build
-from winnow.builders.toy_rollouts import ToyTask
-from winnow.gates import named
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
@@ -23,6 +20,10 @@ from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.sampler.codec import group_from, group_state, job_from, job_state, prompts_of, visit_from, visit_state
 from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Segment, Token, Turn, Verdict, Visit
+
+from ..builders.audited import answered, build
+from ..builders.toy_rollouts import ToyTask
+from ..gates import named
 
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(5)]
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 from scipy import stats
-from winnow.builders.pages import HOSTILE, Page, rollout
 
 from winnow.base.errors import ConfigError
 from winnow.methods.intervals import mean_interval
@@ -23,6 +22,8 @@ from winnow.study.compare import Comparison, MethodResult, compare, reached_at
 from winnow.study.compare_data import Point
 from winnow.study.compare_view import render, write_page
 from winnow.types import Fate, Group, Prompt, Visit
+
+from ..builders.pages import HOSTILE, Page, rollout
 
 # intervals
 

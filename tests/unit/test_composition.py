@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.buffers import oldest
-from winnow.fake_run import FakeRun, Outcome
 
 from winnow.base.noise import noise_key
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.sampler.base import SamplersLostError
 from winnow.types import GroupKind, Verdict, Visit
+
+from ..builders.buffers import oldest
+from .fake_run import FakeRun, Outcome
 
 STEPS, BATCH = 15, 4
 CUTS = (

@@ -6,10 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from winnow.builders.groups import make_group
-from winnow.builders.requests import ask
-from winnow.builders.tool_rollouts import roll
-from winnow.builders.tools import OneTurn, make_tokenizer
 
 from winnow.config import validate
 from winnow.env.rewards.rewarder import Rewarder
@@ -17,6 +13,11 @@ from winnow.record.failures import FailureWatch
 from winnow.record.watchdogs import Watchdogs
 from winnow.tasks.agents import with_agent
 from winnow.types import Group, Prompt, Visit
+
+from ..builders.groups import make_group
+from ..builders.requests import ask
+from ..builders.tool_rollouts import roll
+from ..builders.tools import OneTurn, make_tokenizer
 
 JUDGES = """
 import os, sys

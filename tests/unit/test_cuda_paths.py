@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.builders.cuda import BF16, LAYERS, PLAIN, UPDATES, VOCAB, learner_of, qwen3, rank_of_one, rows_of, step_of
-from winnow.engine_models import word_tokenizer
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.noise import noise_key
@@ -42,6 +40,9 @@ from winnow.run.resolve import resolve_here
 from winnow.sampler.in_process import InProcessSampler
 from winnow.study import doctor
 from winnow.types import Rollout
+
+from ..builders.cuda import BF16, LAYERS, PLAIN, UPDATES, VOCAB, learner_of, qwen3, rank_of_one, rows_of, step_of
+from .engine_models import word_tokenizer
 
 
 def test_the_checker_finds_what_is_seeded() -> None:

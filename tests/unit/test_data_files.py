@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-from winnow.builders.datasets import build
 
 from winnow import ConfigError, Trainer
 from winnow.base.files import absolute_paths, missing_paths
@@ -17,6 +16,8 @@ from winnow.config.settings_yaml import read_yaml
 from winnow.env import row_files
 from winnow.env.dataset import DatasetConfig
 from winnow.env.row_files import DataError
+
+from ..builders.datasets import build
 
 ROWS = {
     "a.jsonl": '{"prompt": "é"}\n{"prompt": "b"}\n',

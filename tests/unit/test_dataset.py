@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from winnow.builders.datasets import build, build_rows, plain_ids, write
 
 from winnow import ConfigError
 from winnow.base.dotted import TargetError
@@ -24,6 +23,8 @@ from winnow.env import prompt_store, row_files
 from winnow.env import rows as rows_module
 from winnow.env.dataset import DatasetConfig, content_of
 from winnow.env.row_files import DataError
+
+from ..builders.datasets import build, build_rows, plain_ids, write
 
 
 def test_text_and_columns(tmp_path):

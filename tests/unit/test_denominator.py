@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.learner_models import VOCABULARY, assert_equal, learner_of, llama
 
 from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
@@ -24,6 +23,8 @@ from winnow.methods.group_kind import GroupJudge
 from winnow.methods.loss import LossConfig
 from winnow.sampler.buffer import Buffer
 from winnow.types import Group, Prompt, Rollout, Visit
+
+from .learner_models import VOCABULARY, assert_equal, learner_of, llama
 
 REWARDS = [[1.0, 1.0, 1.0], [1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
 """Two of five groups teach; in the first of them the last member has the advantage 0."""

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from winnow.builders.audited import Audited
-from winnow.builders.divergence import Walk, digest, view_of
-from winnow.builders.runs import metrics_of
-from winnow.builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run
-from winnow.gates import Fake, ask, named
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
@@ -34,6 +29,12 @@ from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.study.gate_tables import read_recorded
 from winnow.types import EnvStep, Fate, GroupView, Job, Token, Verdict, Visit
+
+from ..builders.audited import Audited
+from ..builders.divergence import Walk, digest, view_of
+from ..builders.runs import metrics_of
+from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run
+from ..gates import Fake, ask, named
 
 
 @pytest.fixture(scope="module")

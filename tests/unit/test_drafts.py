@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from winnow.builders.engines import make_engine, require_equal
-from winnow.engine_models import EOS, FUSED, GENERIC, VOCAB, make_model, run
 
 from winnow.base.errors import ConfigError
 from winnow.base.noise import noise_key
@@ -19,6 +17,9 @@ from winnow.rollout.options import RolloutOptions, check_drafts
 from winnow.sampler.codec import job_from, job_state
 from winnow.sampler.drafts import ROLLOUT_BYTES, TURN_BYTES, Drafts, DraftsState
 from winnow.types import Draft, Group, Job, Prompt, Rollout, Turn, Visit
+
+from ..builders.engines import make_engine, require_equal
+from .engine_models import EOS, FUSED, GENERIC, VOCAB, make_model, run
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(9)]
 

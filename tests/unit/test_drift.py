@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from winnow.builders.groups import make_group
-from winnow.builders.toy_models import PROMPT, SEQUENCES, V, model_of, toy
 
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
@@ -13,6 +11,9 @@ from winnow.learner.reference_kl import kl_to_reference
 from winnow.methods.group_kind import BY_REWARDS
 from winnow.record.step_metrics import Tally
 from winnow.types import Group, Prompt, Rollout, Visit
+
+from ..builders.groups import make_group
+from ..builders.toy_models import PROMPT, SEQUENCES, V, model_of, toy
 
 
 def test_the_mean_over_samples_is_the_divergence_a_token() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaForSequenceClassification
-from winnow.builders.datasets import build_rows
-from winnow.builders.tokenizers import CHATML, chat_model, chat_tokenizer
 
 from winnow import ConfigError, RewardModel, Trainer
 from winnow.engine.facts import Facts, end_where_rollouts_do
 from winnow.engine.saving import recast
 from winnow.study.warm_start import WarmStartConfig, warm_start
+
+from ..builders.datasets import build_rows
+from ..builders.tokenizers import CHATML, chat_model, chat_tokenizer
 
 __all__ = ["chat_model"]
 

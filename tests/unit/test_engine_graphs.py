@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.engine_models import make_model, word_tokenizer
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Request, SamplingParams
 from winnow.engine.local import graphs
 from winnow.engine.local.graphs import DecodeGraphs
+
+from .engine_models import make_model, word_tokenizer
 
 VOCAB = 60
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from winnow.builders.engines import Counted, make_engine
-from winnow.engine_models import FUSED, GENERIC, VOCAB, make_model, plain_logits, plain_logp, run
 
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Request, SamplingParams
+
+from ..builders.engines import Counted, make_engine
+from .engine_models import FUSED, GENERIC, VOCAB, make_model, plain_logits, plain_logp, run
 
 TURNS = 3
 

@@ -7,8 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.builders.engines import TOKENIZER, make_engine, one
-from winnow.engine_models import (
+
+from winnow.base.noise import as_tensor, noise_key, uniform
+from winnow.engine import Finished, LocalEngine
+from winnow.engine.local import engine as local_module
+
+from ..builders.engines import TOKENIZER, make_engine, one
+from .engine_models import (
     EOS,
     FUSED,
     GENERIC,
@@ -21,10 +26,6 @@ from winnow.engine_models import (
     run,
     word_tokenizer,
 )
-
-from winnow.base.noise import as_tensor, noise_key, uniform
-from winnow.engine import Finished, LocalEngine
-from winnow.engine.local import engine as local_module
 
 # ---- log-probabilities and tokens ------------------------------------------------------------------------------
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from winnow.engine_models import byte_tokenizer, word_tokenizer
 
 from winnow.engine import Request, SamplingParams
 from winnow.engine.local.cache import KVCache, padded, plan
 from winnow.engine.local.llama import Linear
 from winnow.engine.slots import COUNT, POSITION, Drawn, SlotTable
 from winnow.engine.stops import StopTable
+
+from .engine_models import byte_tokenizer, word_tokenizer
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-from winnow.engine_models import plain_logp
-from winnow.learner_models import WORDS, llama
 
 from winnow.base.noise import noise_key
 from winnow.engine import SamplingParams
@@ -20,6 +18,9 @@ from winnow.engine.base import Finished, Request
 from winnow.engine.local.engine import LocalEngine
 from winnow.engine.sampling import BLOCK, CACHED, Transform, draw, sample
 from winnow.study.warm_start import word_tokenizer
+
+from .engine_models import plain_logp
+from .learner_models import WORDS, llama
 
 LAST = 1 - 2.0**-24
 

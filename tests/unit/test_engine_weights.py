@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from winnow.builders.engines import TOKENIZER, make_engine, one
-from winnow.engine_models import PADDED, SIZES, VOCAB, make_model, make_requests, plain_logits, plain_logp, run
 
 from winnow.base.weights import HalvedWeights, StateWeights, state_once
 from winnow.engine import ENGINES, LocalEngine, LocalOptions, ModelReference, Request
 from winnow.engine.local import hf as hf_module
+
+from ..builders.engines import TOKENIZER, make_engine, one
+from .engine_models import PADDED, SIZES, VOCAB, make_model, make_requests, plain_logits, plain_logp, run
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3", "gpt2"])

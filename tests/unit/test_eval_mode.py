@@ -7,17 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from winnow.learner_models import (
-    SIZES,
-    VOCABULARY,
-    WORDS,
-    assert_engine_agrees,
-    assert_equal,
-    gradients,
-    llama,
-    peaked,
-    random_rows,
-)
 
 from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
@@ -28,6 +17,18 @@ from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.methods.loss import LossConfig
 from winnow.study.warm_start import word_tokenizer
+
+from .learner_models import (
+    SIZES,
+    VOCABULARY,
+    WORDS,
+    assert_engine_agrees,
+    assert_equal,
+    gradients,
+    llama,
+    peaked,
+    random_rows,
+)
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 1}
 OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}

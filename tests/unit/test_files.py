@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from winnow.builders.pages import make_run
 
 from winnow.base.files import bytes_of, from_json
 from winnow.cli.main import app
 from winnow.run.checkpoint import CheckpointError, marks
+
+from ..builders.pages import make_run
 
 
 def test_an_ordinary_file_is_read_and_no_other(tmp_path: Path) -> None:

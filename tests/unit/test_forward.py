@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
-from winnow.learner_models import (
+
+from winnow.learner.base import Stats
+from winnow.learner.batch import PassLimits, collate, micro_batches
+from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.local.reference import frozen_copy
+from winnow.learner.rows import Row
+from winnow.methods.loss import LossConfig
+
+from .learner_models import (
     SIZES,
     VOCABULARY,
     assert_equal,
@@ -21,14 +30,6 @@ from winnow.learner_models import (
     naive_logp,
     random_rows,
 )
-
-from winnow.learner.base import Stats
-from winnow.learner.batch import PassLimits, collate, micro_batches
-from winnow.learner.local.learner import LearnerOptions, LocalLearner
-from winnow.learner.local.logprob import TokenDistribution
-from winnow.learner.local.reference import frozen_copy
-from winnow.learner.rows import Row
-from winnow.methods.loss import LossConfig
 
 # ---------------------------------------------------------------- beginnings that rows share
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
-from winnow.builders.gate_tables import T_MAX, command, make_rows, same, weighted, without, write
 
 from winnow.base.errors import ConfigError
 from winnow.cli.main import app
@@ -25,6 +24,8 @@ from winnow.methods.gate.divergence import Divergence
 from winnow.methods.gate.signals import SIGNALS
 from winnow.study.gate_sweep import Effect, Sweep, Swept, config_section, run_sweep
 from winnow.study.gate_tables import Recorded, read_recorded
+
+from ..builders.gate_tables import T_MAX, command, make_rows, same, weighted, without, write
 
 GRID = tuple(x / 20 for x in range(21))
 """Values are tenths: this is all there is."""

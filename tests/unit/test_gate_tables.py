@@ -10,8 +10,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from winnow.builders.gate_tables import SEVEN, make_rows, without, write
-from winnow.builders.groups import make_group
 
 from winnow.base.errors import ConfigError
 from winnow.config import validate
@@ -20,6 +18,9 @@ from winnow.methods.gate.signals import table_rows
 from winnow.record.records import Records
 from winnow.study.gate_tables import read_recorded
 from winnow.types import Fate, Turn
+
+from ..builders.gate_tables import SEVEN, make_rows, without, write
+from ..builders.groups import make_group
 
 
 def test_rows_of_a_group_can_be_read_back(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from winnow.learner_models import SIZES, VOCABULARY, gemma2, gpt2, granite, llama, peaked, random_rows
 
 from winnow.learner.base import Stats
 from winnow.learner.batch import MicroBatch, PassLimits, collate, micro_batches
@@ -22,6 +21,8 @@ from winnow.learner.local.optimal_baseline_update import RowByRow
 from winnow.learner.rows import Pool, Row, rollouts_of
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
+
+from .learner_models import SIZES, VOCABULARY, gemma2, gpt2, granite, llama, peaked, random_rows
 
 PLAIN = LossConfig(policy_loss="plain")
 

@@ -9,11 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from winnow.builders.greedy import with_greedy
-from winnow.builders.groups import make_group
-from winnow.builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask
-from winnow.gates import Fake, named
-from winnow.parity import parity_reward
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.rewards.rewarder import Rewarder
@@ -25,6 +20,12 @@ from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.sampler.codec import group_from, group_state
 from winnow.types import Fate, Group, GroupView, Job, Token, Verdict, Visit
+
+from ..builders.greedy import with_greedy
+from ..builders.groups import make_group
+from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask
+from ..gates import Fake, named
+from ..parity import parity_reward
 
 SIZE = 3
 

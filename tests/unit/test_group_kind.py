@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from winnow.builders.groups import make_group
-from winnow.fake_run import FakeRun, Outcome, finished
 
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.group_kind import GroupJudge
@@ -20,6 +18,9 @@ from winnow.methods.select.greso import Greso, GresoSelector, rollout_batch_size
 from winnow.methods.size.adaptive_k import AdaptiveK
 from winnow.record.step_metrics import Tally
 from winnow.types import Fate, Group, GroupKind, Prompt, Segment, Verdict, Visit
+
+from ..builders.groups import make_group
+from .fake_run import FakeRun, Outcome, finished
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(10)]
 CONVERGED = Verdict(False, "converged: prefix_edit_distance 0.05 < 0.12 at step 10", counts_as=GroupKind.UNKNOWN)

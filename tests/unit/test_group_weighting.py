@@ -10,14 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from winnow.builders.groups import make_group
-from winnow.builders.kl_in_reward import trained
-from winnow.learner_models import VOCABULARY, llama
 
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.loss import LossConfig
 from winnow.types import Fate, Group
+
+from ..builders.groups import make_group
+from ..builders.kl_in_reward import trained
+from .learner_models import VOCABULARY, llama
 
 LOSS_TYPES = ["dapo", "grpo", "dr_grpo", "sequence_sum"]
 LONGEST = 16

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
-from winnow.builders.tokenizers import CHATML, chat_tokenizer
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
@@ -25,6 +24,8 @@ from winnow.run.preflight import warn_of_failing_prompts
 from winnow.study.report import report_data
 from winnow.tasks.prompt_example import on_one_line
 from winnow.types import Prompt
+
+from ..builders.tokenizers import CHATML, chat_tokenizer
 
 NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML

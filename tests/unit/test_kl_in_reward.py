@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.builders.groups import make_group
-from winnow.builders.kl_in_reward import trained
-from winnow.builders.toy_models import PROMPT, SEQUENCES, V, close, flat, model_of, parameters, toy
-from winnow.learner_models import VOCABULARY, assert_equal, llama
 
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.reference_kl import penalised
 from winnow.methods.advantage import ADVANTAGES
 from winnow.types import Group, Prompt, Rollout, Visit
+
+from ..builders.groups import make_group
+from ..builders.kl_in_reward import trained
+from ..builders.toy_models import PROMPT, SEQUENCES, V, close, flat, model_of, parameters, toy
+from .learner_models import VOCABULARY, assert_equal, llama
 
 BETA = 0.3
 

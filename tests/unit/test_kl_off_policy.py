@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from winnow.builders.toy_models import BETA, PROMPT, SEQUENCES, Toy, V, close, flat, model_of, parameters, toy
 
 from winnow.learner.base import Stats
 from winnow.learner.batch import MicroBatch
@@ -23,6 +22,8 @@ from winnow.methods.correct.mask import Mask
 from winnow.methods.correct.none import NoCorrection
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
+
+from ..builders.toy_models import BETA, PROMPT, SEQUENCES, Toy, V, close, flat, model_of, parameters, toy
 
 FREE = Truncate(level="sequence", high=None)
 Slope = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -10,18 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from winnow.learner_models import (
-    VOCABULARY,
-    WORDS,
-    assert_engine_agrees,
-    assert_equal,
-    gemma2,
-    gradients,
-    learner_of,
-    llama,
-    naive_logp,
-    random_rows,
-)
 
 from winnow.engine.base import SamplingParams
 from winnow.engine.local.engine import LocalEngine
@@ -36,6 +24,19 @@ from winnow.learner.rows import Row
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 from winnow.study.warm_start import word_tokenizer
+
+from .learner_models import (
+    VOCABULARY,
+    WORDS,
+    assert_engine_agrees,
+    assert_equal,
+    gemma2,
+    gradients,
+    learner_of,
+    llama,
+    naive_logp,
+    random_rows,
+)
 
 
 @pytest.fixture(scope="module")

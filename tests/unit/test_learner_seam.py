@@ -11,8 +11,6 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from winnow.engine_models import word_tokenizer
-from winnow.learner_models import assert_equal, learner_of, llama, naive_logp, random_rows
 
 import winnow
 from winnow.base.errors import ConfigError
@@ -24,6 +22,9 @@ from winnow.learner.batch import collate, micro_batches
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
 from winnow.run.resolved import Options
+
+from .engine_models import word_tokenizer
+from .learner_models import assert_equal, learner_of, llama, naive_logp, random_rows
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 10_000])

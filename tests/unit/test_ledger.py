@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from winnow.builders.ledgers import book_step, group, rollout, visit
 
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.success import Success
 from winnow.record.ledger import Ledger, LedgerError, _zero_variance
 from winnow.types import Fate, Group, Rollout, Segment, Verdict
+
+from ..builders.ledgers import book_step, group, rollout, visit
 
 ALL_FATES = [fate for fate in Fate if fate != Fate.SKIPPED]
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from winnow.builders.ledgers import book_step, ledger, path, visit
 
 from winnow.cli.main import app
 from winnow.record.ledger import TABLES, Ledger, LedgerError
 from winnow.study.report import write_report
+
+from ..builders.ledgers import book_step, ledger, path, visit
 
 __all__ = ["ledger", "path"]  # fixtures
 

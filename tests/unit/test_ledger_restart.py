@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from winnow.builders.ledgers import book_step, group, ledger, path, visit
 
 from winnow.record.ledger import Ledger, LedgerError
 from winnow.types import Fate
+
+from ..builders.ledgers import book_step, group, ledger, path, visit
 
 __all__ = ["ledger", "path"]  # fixtures
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from winnow.learner_models import VOCABULARY, llama, random_rows
-from winnow.parity import parity_reward
 
 from winnow import ConfigError, Trainer
 from winnow.config import validate
@@ -22,6 +20,9 @@ from winnow.learner.local.loss_scale import START_FACTOR, LossScale
 from winnow.methods.loss import LossConfig
 from winnow.run.build_methods import build_methods
 from winnow.run.resolved import Options
+
+from ..parity import parity_reward
+from .learner_models import VOCABULARY, llama, random_rows
 
 LOSS = LossConfig(policy_loss="plain")
 TINY = 1e-7

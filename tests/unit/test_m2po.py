@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from winnow.builders.groups import make_group
-from winnow.learner_models import assert_equal, learner_of, llama, random_rows
 
 from winnow.learner.base import Stats
 from winnow.learner.batch import collate
@@ -23,6 +21,9 @@ from winnow.methods.correct.m2po import M2PO, cutoff
 from winnow.methods.correct.none import NoScale
 from winnow.methods.correct.ratios import Evidence
 from winnow.methods.loss import LossConfig
+
+from ..builders.groups import make_group
+from .learner_models import assert_equal, learner_of, llama, random_rows
 
 STEP: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 1, "num_iterations": 2}
 STEP |= {"max_completion_length": 16, "mask_truncated_completions": False, "seed": 0}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from winnow.builders.asking import ask, user
-from winnow.builders.tool_rollouts import roll
-from winnow.builders.tools import TEMPLATE, OneTurn, add, make_tokenizer
 
 from winnow.env.tools import message_of, with_tools
 from winnow.tasks.agents import with_agent
+
+from ..builders.asking import ask, user
+from ..builders.tool_rollouts import roll
+from ..builders.tools import TEMPLATE, OneTurn, add, make_tokenizer
 
 ITERATES = TEMPLATE.replace(
     "{{ c.function | tojson }}",

@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from winnow.builders.groups import make_group
 
 from winnow.methods.advantage import ADVANTAGES, max_at_k, rloo
 from winnow.methods.group_kind import GroupJudge
 from winnow.types import GroupKind
+
+from ..builders.groups import make_group
 
 reward = st.one_of(st.just(math.nan), st.sampled_from([0.0, 1.0, 0.1]), st.floats(-10, 10))
 

@@ -12,9 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from winnow.builders.budgets import BFLOAT16, QWEN3, SIZES, VOCAB, config, qwen3, rows_of, shell, total
-from winnow.builders.resolving import budget, resolved
-from winnow.engine_models import make_model, word_tokenizer
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.errors import ConfigError
@@ -35,6 +32,10 @@ from winnow.run.budget import GIB, Shapes, host_budget
 from winnow.run.build import build_learner, build_policy, with_lora
 from winnow.run.inputs import build_task
 from winnow.run.standalone import model_config, opened
+
+from ..builders.budgets import BFLOAT16, QWEN3, SIZES, VOCAB, config, qwen3, rows_of, shell, total
+from ..builders.resolving import budget, resolved
+from .engine_models import make_model, word_tokenizer
 
 
 @pytest.mark.cases(one_in=5)

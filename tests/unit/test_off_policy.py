@@ -8,9 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from winnow.builders.groups import make_group, make_rollout
-from winnow.builders.off_policy import STEP
-from winnow.learner_models import learner_of, llama
 
 from winnow.learner.local.learner import LocalLearner
 from winnow.learner.off_policy import lag_metrics, log_weights, sampling_metrics
@@ -22,6 +19,10 @@ from winnow.methods.correct.truncate import Truncate
 from winnow.methods.lag_bands import LAG_BANDS
 from winnow.methods.loss import LossConfig
 from winnow.types import Group
+
+from ..builders.groups import make_group, make_rollout
+from ..builders.off_policy import STEP
+from .learner_models import learner_of, llama
 
 
 def quantile(values: list[float], q: float) -> float:

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from winnow.builders.groups import make_group
-from winnow.builders.runs import _train_until, assert_clean, fingerprint, resume, train
-from winnow.fake_run import FakeRun
 
 from winnow import Trainer, parity
 from winnow.base.dotted import interface
@@ -30,6 +27,10 @@ from winnow.run.resolved import Options
 from winnow.sampler import SYNCS
 from winnow.tasks import ENVS
 from winnow.types import GroupKind, Prompt
+
+from ..builders.groups import make_group
+from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
+from .fake_run import FakeRun
 
 RULES = '''
 from __future__ import annotations

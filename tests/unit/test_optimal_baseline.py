@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from winnow.builders.groups import make_group
-from winnow.learner_models import assert_equal, learner_of, llama, random_rows
 
 from winnow.learner.base import Stats
 from winnow.learner.batch import PassLimits, collate, micro_batches
@@ -21,6 +19,9 @@ from winnow.methods.advantage.otb import at_tokens, token_baselines, token_sums
 from winnow.methods.correct import Evidence
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
+
+from ..builders.groups import make_group
+from .learner_models import assert_equal, learner_of, llama, random_rows
 
 
 def variance(rewards: np.ndarray, w: np.ndarray, gradients: np.ndarray, b: float) -> float:

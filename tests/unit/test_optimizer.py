@@ -15,7 +15,6 @@ import torch
 from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor
-from winnow.learner_models import random_rows
 
 from winnow.base.errors import ConfigError
 from winnow.config import validate
@@ -26,6 +25,8 @@ from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.optimizer import make_optimizer
 from winnow.methods.loss import LossConfig
 from winnow.run.resolved import Options, learner_context
+
+from .learner_models import random_rows
 
 LOW_BIT = ["adamw_torch_8bit", "adamw_torch_4bit"]
 V = 64

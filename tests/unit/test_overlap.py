@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from winnow.builders.toy_rollouts import EchoEnv, ToyTask, run
-from winnow.gates import Fake
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import StepResult
@@ -20,6 +18,9 @@ from winnow.env.rewards.rewarder import Rewarder
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import OVERLAP, RolloutRunner
 from winnow.types import EnvStep, Fate, Group, Job, Verdict, Visit
+
+from ..builders.toy_rollouts import EchoEnv, ToyTask, run
+from ..gates import Fake
 
 
 class Elsewhere:

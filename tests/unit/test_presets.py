@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from winnow.builders.rewards import score_all
 
 from winnow.env.dataset import DatasetConfig
 from winnow.env.presets import OF_MATH
@@ -17,6 +16,8 @@ from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.workers import RewardWorkers
 from winnow.env.row_files import DataError
 from winnow.types import Group, Prompt, Rollout, Visit
+
+from ..builders.rewards import score_all
 
 GSM8K = {
     "question": "Ann has 1,200 apples and buys 34. How many has she?",

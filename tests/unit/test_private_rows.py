@@ -15,12 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from winnow.builders.asking import ask
-from winnow.builders.rewards import group, scored
-from winnow.builders.tool_calls import call
-from winnow.builders.tool_rollouts import roll
-from winnow.builders.tools import OneTurn, add, make_tokenizer
-from winnow.builders.toy_rollouts import ToyTask, run
 
 from winnow.env.base import StepResult
 from winnow.env.dataset import DatasetConfig
@@ -28,6 +22,13 @@ from winnow.env.private import AT_ONCE, LARGE_ARRAY, LazyList, private
 from winnow.env.tools import with_tools
 from winnow.tasks.agents import with_agent
 from winnow.types import Turn
+
+from ..builders.asking import ask
+from ..builders.rewards import group, scored
+from ..builders.tool_calls import call
+from ..builders.tool_rollouts import roll
+from ..builders.tools import OneTurn, add, make_tokenizer
+from ..builders.toy_rollouts import ToyTask, run
 
 LONG = [{"n": [i]} for i in range(AT_ONCE + 1)]
 WIDE = {str(i): [i] for i in range(AT_ONCE + 1)}

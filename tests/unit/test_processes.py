@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from winnow.fake_samplers import HELD_OUT, channel_of, channel_of_member, evaluation, group, job, visit
 
 from winnow.base.weights import StateWeights
 from winnow.methods.gate import GateContext, NamedRule, rule_from
@@ -24,6 +23,8 @@ from winnow.sampler.handle import InFlightJob, Stage
 from winnow.sampler.pool import SamplerPool
 from winnow.sampler.weights import PublishedWeights
 from winnow.types import Fate, Group
+
+from .fake_samplers import HELD_OUT, channel_of, channel_of_member, evaluation, group, job, visit
 
 
 def test_work_is_shared_and_comes_back_in_visit_order(sampler: SamplerPool) -> None:

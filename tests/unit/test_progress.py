@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from winnow.builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run
 
 from winnow.env.base import StepResult
 from winnow.methods.gate import GateContext
 from winnow.methods.gate.divergence import Divergence
 from winnow.sampler.codec import group_from, group_state
 from winnow.types import Fate
+
+from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, StepGate, ToyTask, run
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from winnow.builders.datasets import build, build_rows, write
-from winnow.builders.tokenizers import CHATML, chat_model, chat_tokenizer
 
 from winnow import ConfigError, Trainer
 from winnow.engine.template import with_template_values
@@ -24,6 +22,9 @@ from winnow.integrations.trl_data import TrlRows
 from winnow.run.preflight import check_rewards
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.agents import with_agent
+
+from ..builders.datasets import build, build_rows, write
+from ..builders.tokenizers import CHATML, chat_model, chat_tokenizer
 
 __all__ = ["chat_model"]
 

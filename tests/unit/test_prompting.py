@@ -135,7 +135,7 @@ def test_a_begun_turn_is_continued(chat_tokenizer) -> None:
 
 def test_a_begun_thought_is_not_closed_by_the_template() -> None:
     trl = pytest.importorskip("trl")
-    from winnow.builders.tools import make_tokenizer
+    from ..builders.tools import make_tokenizer
 
     for name in ("qwen3", "qwen3_5_think_training", "glm4moe"):
         template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")

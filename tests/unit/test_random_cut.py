@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from winnow.gates import ask
 
 from winnow.methods.gate import GateContext
 from winnow.methods.gate.random_cut import RandomCut
 from winnow.types import EnvStep, GroupView, Prompt, Verdict, Visit
+
+from ..gates import ask
 
 
 def decide(seed: int, ordinal: int, epoch: int = 0, number: int = 0, share: float = 0.3) -> Verdict:

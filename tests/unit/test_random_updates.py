@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.autograd_reference import Setting, distributions, sampled, update
-from winnow.learner_models import VOCABULARY, gpt2, llama
 
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
@@ -19,6 +17,9 @@ from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
 from winnow.methods.loss import LossConfig
 from winnow.types import Fate, Group, Prompt, Rollout, Segment, Visit
+
+from .autograd_reference import Setting, distributions, sampled, update
+from .learner_models import VOCABULARY, gpt2, llama
 
 RATE = 0.05
 CORRECTIONS_DRAWN: list[tuple[str, dict[str, Any]]] = [

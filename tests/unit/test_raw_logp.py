@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from winnow.engine_models import make_model, make_requests, plain_logits, plain_logp, run, word_tokenizer
 
 from winnow.engine import LocalEngine, Reached, SamplingParams
+
+from .engine_models import make_model, make_requests, plain_logits, plain_logp, run, word_tokenizer
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "gpt2"])

@@ -6,12 +6,13 @@ import os
 
 import numpy as np
 import pytest
-from winnow.builders.rewards import score_all
 
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.workers import RewardWorkers
 from winnow.tasks.reasoning_gym import ReasoningGymConfig, reasoning_gym_reward, score
 from winnow.types import Group, Rollout, Visit
+
+from ..builders.rewards import score_all
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
-from winnow.learner_models import SIZES, VOCABULARY, gemma2, gpt2, llama, peaked, random_rows
 
 from winnow.learner.base import Stats
 from winnow.learner.batch import PassLimits, collate
@@ -23,6 +22,8 @@ from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.recompute import RecomputedCall, Recomputing, _Kept
 from winnow.methods.loss import LossConfig
+
+from .learner_models import SIZES, VOCABULARY, gemma2, gpt2, llama, peaked, random_rows
 
 
 def qwen3() -> Any:

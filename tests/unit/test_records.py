@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.groups import make_group
 
 from winnow.config import RunConfig, validate
 from winnow.record.records import METRICS, SAMPLES, Records, RunDirectoryError, lock
+
+from ..builders.groups import make_group
 
 
 @pytest.fixture

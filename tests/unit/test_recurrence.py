@@ -7,12 +7,12 @@ import random
 from collections import defaultdict
 from pathlib import Path
 
-from winnow.fake_run import finished
-
 from winnow.record.ledger import Ledger
 from winnow.record.recurrence import LONGEST_GAP, Recurrence, rows
 from winnow.study.report import write_report
 from winnow.types import Fate, Group, Prompt, Verdict, Visit
+
+from .fake_run import finished
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(6)]
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from winnow.builders.groups import make_group
-from winnow.learner_models import VOCABULARY, llama, random_rows
 
 from winnow.base.errors import ConfigError
 from winnow.config import validate
@@ -21,6 +19,9 @@ from winnow.methods.correct import NoScale
 from winnow.methods.loss import LossConfig
 from winnow.run.build_methods import step_options
 from winnow.run.resolved import Options
+
+from ..builders.groups import make_group
+from .learner_models import VOCABULARY, llama, random_rows
 
 GOOD = {"model": "m", "env": "countdown"}
 

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
-from winnow.builders.runs import metrics_of
-from winnow.engine_models import VOCAB, make_model, make_requests, plain_logits, run, word_tokenizer
 
 from winnow import Trainer, parity
 from winnow.base.token_filters import penalized, seen
@@ -20,6 +18,9 @@ from winnow.engine.base import check_request
 from winnow.engine.local.engine import LocalEngine
 from winnow.learner.local import logprob
 from winnow.learner.local.logprob import Context, TokenDistribution, token_logp
+
+from ..builders.runs import metrics_of
+from .engine_models import VOCAB, make_model, make_requests, plain_logits, run, word_tokenizer
 
 
 def test_it_is_that_of_transformers() -> None:

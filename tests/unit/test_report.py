@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from winnow.builders.pages import HOSTILE, Page, card, make_run, page, sample
-from winnow.builders.runs import metrics_of
 
 from winnow.base.sanitize import visible
 from winnow.study.report import count_text, write_report
 from winnow.study.report_data import columns, read_run
 from winnow.study.report_samples import MAX_TEXT
+
+from ..builders.pages import HOSTILE, Page, card, make_run, page, sample
+from ..builders.runs import metrics_of
 
 
 def test_page_is_one_valid_file_that_needs_no_network(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.pages import card, make_run, page
-from winnow.builders.runs import metrics_of
 
 from winnow.methods.lag_bands import LAG_BANDS
 from winnow.sampler.handle import SamplerHandle, Stage
+
+from ..builders.pages import card, make_run, page
+from ..builders.runs import metrics_of
 
 ASSETS = Path(__file__).parents[2] / "src/winnow/study/assets"
 

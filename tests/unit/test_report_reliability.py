@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from winnow.builders.pages import Page, make_run
-from winnow.builders.runs import metrics_of
 
 from winnow.study.report import write_report
 from winnow.study.report_data import read_run
+
+from ..builders.pages import Page, make_run
+from ..builders.runs import metrics_of
 
 
 def test_the_reliability_diagram_sums_over_steps_and_its_series_are_no_charts(tmp_path: Path) -> None:

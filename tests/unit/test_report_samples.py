@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from winnow.builders.pages import decision, make_run, page, sample
 
 from winnow.base.sanitize import visible
+
+from ..builders.pages import decision, make_run, page, sample
 
 
 def test_samples_show_every_fate_and_messages_as_paragraphs(tmp_path: Path) -> None:

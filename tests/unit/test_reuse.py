@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.builders.runs import assert_clean, fingerprint, metrics_of
-from winnow.fake_run import FakeRun
 
 from winnow import Trainer, parity
 from winnow.base.errors import ConfigError
@@ -21,6 +19,9 @@ from winnow.learner.off_policy import log_ratios
 from winnow.record.ledger import Ledger
 from winnow.reuse import Reuse, _ess
 from winnow.run.build_methods import build_collector
+
+from ..builders.runs import assert_clean, fingerprint, metrics_of
+from .fake_run import FakeRun
 
 Metrics = list[dict[str, float]]
 

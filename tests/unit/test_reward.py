@@ -8,10 +8,11 @@ import threading
 import numpy as np
 import pytest
 import torch
-from winnow.builders.rewards import group, scored
 
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.types import Fate, Segment, Turn
+
+from ..builders.rewards import group, scored
 
 
 def test_text_function_gets_what_it_names_and_nothing_else():

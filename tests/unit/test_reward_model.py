@@ -7,15 +7,16 @@ import torch
 from transformers import (
     LlamaForCausalLM,
 )
-from winnow.builders.judges import LONGEST, write
-from winnow.builders.rewards import group, scored
-from winnow.builders.runs import metrics_of
 
 from winnow import ConfigError, RewardModel, Trainer
 from winnow.config import validate
 from winnow.env.rewards import reward_model
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.types import Fate
+
+from ..builders.judges import LONGEST, write
+from ..builders.rewards import group, scored
+from ..builders.runs import metrics_of
 
 
 @pytest.fixture(scope="module")

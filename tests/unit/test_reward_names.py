@@ -10,12 +10,13 @@ import warnings
 
 import numpy as np
 import pytest
-from winnow.builders.rewards import group, score_all, scored
 
 from winnow.env.rewards.pooled import PooledReward, verl_arguments
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.record.samples import sample
 from winnow.types import Fate
+
+from ..builders.rewards import group, score_all, scored
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from winnow.builders.toy_rollouts import SHORT_TURNS, EchoEnv, HalfGate, StepGate, ToyTask, run
-from winnow.parity import parity_reward
 
 from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import ModelTurn, StepResult
@@ -19,6 +17,9 @@ from winnow.rollout.evaluate import RollOut, evaluate, pass_at_k, run_jobs, summ
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.types import Fate, GroupView, Prompt, Turn, Verdict
+
+from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, HalfGate, StepGate, ToyTask, run
+from ..parity import parity_reward
 
 
 def test_one_turn_rollouts_are_scored(policy) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from winnow.builders.toy_rollouts import EchoEnv, ToyTask, policy, run
 
 from winnow.env.base import StepResult
 from winnow.types import Fate
+
+from ..builders.toy_rollouts import EchoEnv, ToyTask, policy, run
 
 __all__ = ["policy"]  # a fixture
 

@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from winnow.builders.arrol import rollout, view
-from winnow.gates import plain
 
 from winnow.config.options import method
 from winnow.methods.gate import (
@@ -27,6 +25,9 @@ from winnow.methods.gate import (
 )
 from winnow.methods.gate.base import ALONE, OVERRIDE, Overrides
 from winnow.types import Decision, EnvStep, Fate, Group, GroupView, Prompt, Token, Verdict, Visit
+
+from ..builders.arrol import rollout, view
+from ..gates import plain
 
 SIZE, H = 4, 6
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

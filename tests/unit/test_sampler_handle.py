@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from winnow.fake_samplers import FakeChannel, channel_of, channel_of_member, evaluation, group, job, visit, working
 
 from winnow.base.machine import gpu_gib
 from winnow.learner.base import Sizes
@@ -18,6 +17,8 @@ from winnow.sampler.base import PoolOptions
 from winnow.sampler.codec import group_state
 from winnow.sampler.handle import Stage
 from winnow.sampler.pool import SamplerPool
+
+from .fake_samplers import FakeChannel, channel_of, channel_of_member, evaluation, group, job, visit, working
 
 
 def test_samplers_that_go_together_fail_nothing(sampler: SamplerPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from winnow.builders.groups import make_group
-from winnow.builders.toy_rollouts import SHORT_TURNS, EchoEnv, HalfGate, StepGate, ToyTask, run
 
 from winnow.env.prompting import decode
 from winnow.record.samples import MAX_SEGMENTS, MAX_TOKENS, SEGMENT_TEXT, sample, token_chars
 from winnow.types import Fate, Group, Rollout, Segment, Turn
+
+from ..builders.groups import make_group
+from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, HalfGate, StepGate, ToyTask, run
 
 
 @pytest.fixture(scope="module")

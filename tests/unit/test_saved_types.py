@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from winnow.builders.adapters import CPU, REWARDS, changed
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
@@ -20,6 +19,8 @@ from winnow.engine.loading import load_causal_lm, load_tokenizer
 from winnow.run.standalone import evaluate_model
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.countdown import CountdownConfig
+
+from ..builders.adapters import CPU, REWARDS, changed
 
 
 class TestSavedTypes:

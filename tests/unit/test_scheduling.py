@@ -6,11 +6,12 @@ import random
 
 import numpy as np
 import pytest
-from winnow.builders.buffers import oldest
 
 from winnow.sampler import buffer as buffer_module
 from winnow.sampler.buffer import Buffer
 from winnow.types import Group, Prompt, Rollout, Visit
+
+from ..builders.buffers import oldest
 
 PROMPT = Prompt("p", 0, text="p")
 

@@ -10,14 +10,15 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from winnow.builders.requests import ask, text_of, user
-from winnow.builders.tool_rollouts import roll
-from winnow.builders.tools import TEMPLATE, OneTurn, make_tokenizer
 
 from winnow.env.base import StepResult
 from winnow.env.prompting import NextMessages
 from winnow.tasks.agents import with_agent
 from winnow.types import Prompt
+
+from ..builders.requests import ask, text_of, user
+from ..builders.tool_rollouts import roll
+from ..builders.tools import TEMPLATE, OneTurn, make_tokenizer
 
 THINKING = TEMPLATE.replace("{{ m.content }}{% for c", "{{ m.content.split('</t>')[-1] }}{% for c")
 """Leaves thoughts out of earlier turns, as Qwen3's template does."""

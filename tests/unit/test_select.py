@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from winnow.builders.groups import make_group
 
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.group_kind import GroupJudge
@@ -22,6 +21,8 @@ from winnow.methods.select.stream import MAX_SKIPPED_IN_A_ROW
 from winnow.methods.size import ROLLOUT_BATCHES
 from winnow.methods.success import Success
 from winnow.types import Group, GroupKind, Prompt, Visit
+
+from ..builders.groups import make_group
 
 PROMPTS = [Prompt(f"p{i}", i, text=str(i)) for i in range(10)]
 EASY, HARD, MIXED = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]

@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from winnow.builders.groups import make_group
-from winnow.builders.runs import assert_clean, fingerprint
-from winnow.fake_run import FakeRun, finished
 
 from winnow import Trainer, parity
 from winnow.base.errors import ConfigError
@@ -25,6 +22,10 @@ from winnow.rollout.in_flight import reward_truncated
 from winnow.run.build_methods import build_collector, step_options
 from winnow.run.resolved import Options
 from winnow.types import Group, GroupKind, Job, Prompt, Visit
+
+from ..builders.groups import make_group
+from ..builders.runs import assert_clean, fingerprint
+from .fake_run import FakeRun, finished
 
 REWARD = f"{parity.__file__}:parity_reward"
 SEQUENTIAL = {"group_size": {"name": "sequential", "probe": 2}, "filter": "zero_variance", "num_generations": 4}

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
-from winnow.learner_models import llama, random_rows
 
 from winnow.base.errors import ConfigError
 from winnow.config import validate
@@ -27,6 +26,8 @@ from winnow.methods.loss import LossConfig
 from winnow.run.build import build_policy
 from winnow.run.resolve import resolve_here
 from winnow.run.resolved import learner_context
+
+from .learner_models import llama, random_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from winnow.builders.engines import Counted, make_engine, require_equal
-from winnow.engine_models import EOS, FUSED, GENERIC, VOCAB, make_model, run
 
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Reached, Request, SamplingParams
 from winnow.engine.local.cache import CacheRows
+
+from ..builders.engines import Counted, make_engine, require_equal
+from .engine_models import EOS, FUSED, GENERIC, VOCAB, make_model, run
 
 Tokens = tuple[int, ...]
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from winnow.builders.tokenizers import CHATML, chat_tokenizer
 
 from winnow import ConfigError
 from winnow.config import validate
 from winnow.engine.template import with_template, with_template_values
 from winnow.env.prompting import encode_prompt, tokenizer_digest
 from winnow.types import Prompt
+
+from ..builders.tokenizers import CHATML, chat_tokenizer
 
 THINKING = CHATML + (
     "{%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false -%}"

@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from winnow.parity import parity_reward
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
@@ -20,6 +19,8 @@ from winnow.study.warm_start import word_tokenizer
 from winnow.tasks.games.react import NOTHING, worded
 from winnow.tasks.games.textworld.play import TextWorldEnv, readable, spelled_as_in, understood
 from winnow.tasks.games.textworld.task import TextWorldConfig
+
+from ..parity import parity_reward
 
 pytest.importorskip("textworld")
 

@@ -6,13 +6,14 @@ import json
 
 import numpy as np
 import pytest
-from winnow.builders.groups import make_group
 
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select.bayes import Bayes
 from winnow.methods.select.thompson import Thompson, ThompsonSelector
 from winnow.methods.success import Success
 from winnow.types import Prompt
+
+from ..builders.groups import make_group
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(403)]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from winnow.builders.tool_calls import call
-from winnow.builders.tool_rollouts import roll
-from winnow.builders.tools import OneTurn, add, play
 
 from winnow.env.base import StepResult
 from winnow.env.tools import with_tools
+
+from ..builders.tool_calls import call
+from ..builders.tool_rollouts import roll
+from ..builders.tools import OneTurn, add, play
 
 
 def leave(code: str) -> str:

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from winnow.builders.tools import TEMPLATE, OneTurn, add, make_tokenizer
 
 from winnow.env.prompting import NextMessages, PromptError, encode_observation, encode_prompt
 from winnow.env.tools import with_tools
 from winnow.types import Prompt
+
+from ..builders.tools import TEMPLATE, OneTurn, add, make_tokenizer
 
 
 def test_prompts_show_the_tools_and_the_first_observation_ends_the_last_message(tokenizer):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 from tokenizers import AddedToken
-from winnow.builders.tool_calls import Counter, call, fail
-from winnow.builders.tool_rollouts import roll
-from winnow.builders.tools import OneTurn, add, make_tokenizer
 
 from winnow.env.tools import parser_of, with_tools
 from winnow.sampler.codec import group_from, group_state
 from winnow.types import Fate, Group, Visit
+
+from ..builders.tool_calls import Counter, call, fail
+from ..builders.tool_rollouts import roll
+from ..builders.tools import OneTurn, add, make_tokenizer
 
 
 def test_rollouts_with_an_environment(tokenizer):

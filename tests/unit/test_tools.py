@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from winnow.builders.tool_calls import Counter, call, fail
-from winnow.builders.tools import OneTurn, add, make_tokenizer, play
 
 from winnow import ConfigError
 from winnow.env.base import StepResult, Task
@@ -20,6 +18,9 @@ from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.tools import ToolUnavailableError, parse_tool_calls, parser_of, with_tools
 from winnow.run.preflight import check_rewards
 from winnow.types import Prompt
+
+from ..builders.tool_calls import Counter, call, fail
+from ..builders.tools import OneTurn, add, make_tokenizer, play
 
 
 @pytest.fixture(scope="module")

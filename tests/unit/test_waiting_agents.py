@@ -10,11 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from winnow.builders.asking import ask, user
-from winnow.builders.tool_calls import call
-from winnow.builders.tool_rollouts import Scripted, roll
-from winnow.builders.tools import OneTurn
-from winnow.gates import Fake, named
 
 from winnow.engine import SamplingParams
 from winnow.env.base import StepResult
@@ -26,6 +21,12 @@ from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.tasks.agents import event_loop, with_agent
 from winnow.types import EnvStep, Job, Verdict, Visit
+
+from ..builders.asking import ask, user
+from ..builders.tool_calls import call
+from ..builders.tool_rollouts import Scripted, roll
+from ..builders.tools import OneTurn
+from ..gates import Fake, named
 
 SCRIPT = [[f"{i}", "yes" if i % 2 else "no"] for i in range(6)]
 REWARDS = [0.0, 1.0] * 3

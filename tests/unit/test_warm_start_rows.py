@@ -12,7 +12,6 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from winnow.builders.tokenizers import chat_tokenizer
 
 from winnow import ConfigError, Trainer
 from winnow.env.dataset import DatasetConfig
@@ -20,6 +19,8 @@ from winnow.env.prompting import encode_prompt
 from winnow.study import warm_start as module
 from winnow.study.demonstrations import RowDemonstrations
 from winnow.study.warm_start import IGNORED, WarmStartConfig, _backward, _batches, warm_start
+
+from ..builders.tokenizers import chat_tokenizer
 
 TINY = WarmStartConfig(
     max_steps=250,

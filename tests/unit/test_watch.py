@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from winnow.builders.pages import make_run
-from winnow.builders.watch import serving
 
 from winnow.base.errors import ConfigError
 from winnow.cli.main import app
 from winnow.study.watch import Watch
+
+from ..builders.pages import make_run
+from ..builders.watch import serving
 
 
 def ask(server: Watch, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
