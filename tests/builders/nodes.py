@@ -12,10 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.record.ledger import Ledger
 from winnow.sampler.pool import SamplerPool
 
+from .. import parity
 from .runs import metrics_so_far
 
 ray = pytest.importorskip("ray")

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from winnow import Trainer, parity
+from winnow import Trainer
+
+from .. import parity
 
 VLLM = {"name": "vllm", "slots": 16, "max_length": 64, "args": {"kv_cache_memory_bytes": 1 << 26}}
 

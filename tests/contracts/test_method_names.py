@@ -18,7 +18,7 @@ WORDS = {"none", "fixed", "exact", "random", "mask", "adaptive", "uniform", "ord
 WORDS |= {"grpo", "dr_grpo", "zero_variance"}
 """Names that are common words, loss types or columns, too; of these only imports of the class count."""
 MAY_KNOW = {
-    "config.py": "defaults",
+    "config/__init__.py": "defaults",
     "methods/loss.py": "the default of a loss",
 }
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
 
+from .. import parity
 from ..builders.runs import assert_clean, metrics_of, metrics_so_far
 from ..builders.samplers import process_of
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.base.errors import ConfigError
 
+from .. import parity
 from ..builders.runs import _train_until, assert_clean, fingerprint, metrics_of, resume, train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "design.md"

@@ -18,12 +18,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.cli.main import app
 from winnow.config import validate
 from winnow.record.ledger import Ledger
 from winnow.run.hub import push
+
+from .. import parity
 
 TOKEN = "hf_" + "s3cr3t" * 5
 REWARD = f"{parity.__file__}:parity_reward"

@@ -13,12 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.record.ledger import Ledger
 from winnow.run.serve import PROCESS_NAME
 from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
 
+from .. import parity
 from ..builders.samplers import process_of
 from ..builders.trained_runs import assert_trained
 from .harness import run

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.run import checkpoint
 
+from .. import parity
 from ..builders.poisoned import WEIGHT, poisoned
 from ..builders.runs import assert_clean
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import yaml
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.run.checkpoint import steps
 from winnow.run.trainer import StopSignals
 
+from .. import parity
 from ..builders.runs import assert_clean
 
 

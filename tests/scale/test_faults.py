@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run import checkpoint
 from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
 
+from .. import parity
 from ..builders.nodes import assert_clean, more_steps, processes, restarts, rows, train_while, wait_for
 from ..builders.poisoned import WEIGHT, poisoned
 from ..builders.trained_runs import assert_trained

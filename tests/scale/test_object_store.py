@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.base.weights import StateWeights
 from winnow.record.ledger import Ledger
@@ -17,6 +17,7 @@ from winnow.sampler.ray import RayWeights, read_object
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.countdown import CountdownConfig
 
+from .. import parity
 from ..builders.runs import metrics_of
 
 ray = pytest.importorskip("ray")

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.base import cluster
 from winnow.base.errors import ConfigError
 from winnow.cli.main import app
@@ -24,6 +24,7 @@ from winnow.record.stop_conditions import RunStoppedError
 from winnow.run import preflight
 from winnow.sampler import ray as sampler_ray
 
+from .. import parity
 from ..builders.nodes import wait_for
 from ..builders.runs import REPEATING, metrics_of, metrics_so_far
 

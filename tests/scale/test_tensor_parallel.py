@@ -15,12 +15,13 @@ import psutil
 import pytest
 import torch
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.engine import ModelReference
 from winnow.engine.vllm.options import VllmOptions
 from winnow.record.ledger import Ledger
 
+from .. import parity
 from ..builders.vllm import SMALL_CACHE, WIDE, build, requests
 from ..builders.vllm_lora import Parts, assert_adapters_change_between_steps
 from ..builders.vllm_runs import EVERYTHING, VLLM

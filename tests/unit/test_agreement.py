@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.base.weights import Weights, state_of
 from winnow.engine import ModelReference
@@ -31,6 +31,7 @@ from winnow.study.report import report_data
 from winnow.study.warm_start import word_tokenizer
 from winnow.types import Group, Rollout, Segment
 
+from .. import parity
 from ..parity import parity_reward
 from .learner_models import VOCABULARY, WORDS, learner_of, llama, sampled
 

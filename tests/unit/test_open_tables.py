@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.base.dotted import interface
 from winnow.base.errors import ConfigError
 from winnow.config import validate
@@ -28,6 +28,7 @@ from winnow.sampler import SYNCS
 from winnow.tasks import ENVS
 from winnow.types import GroupKind, Prompt
 
+from .. import parity
 from ..builders.groups import make_group
 from ..builders.runs import _train_until, assert_clean, fingerprint, resume, train
 from .fake_run import FakeRun

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.base.token_filters import penalized, seen
 from winnow.engine import SamplingParams
 from winnow.engine.base import check_request
@@ -19,6 +19,7 @@ from winnow.engine.local.engine import LocalEngine
 from winnow.learner.local import logprob
 from winnow.learner.local.logprob import Context, TokenDistribution, token_logp
 
+from .. import parity
 from ..builders.runs import metrics_of
 from .engine_models import VOCAB, make_model, make_requests, plain_logits, run, word_tokenizer
 

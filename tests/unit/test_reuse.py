@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.base.state import at
 from winnow.config.options import ReuseConfig
@@ -20,6 +20,7 @@ from winnow.record.ledger import Ledger
 from winnow.reuse import Reuse, _ess
 from winnow.run.build_methods import build_collector
 
+from .. import parity
 from ..builders.runs import assert_clean, fingerprint, metrics_of
 from .fake_run import FakeRun
 

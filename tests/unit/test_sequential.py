@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from winnow import Trainer, parity
+from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
@@ -23,6 +23,7 @@ from winnow.run.build_methods import build_collector, step_options
 from winnow.run.resolved import Options
 from winnow.types import Group, GroupKind, Job, Prompt, Visit
 
+from .. import parity
 from ..builders.groups import make_group
 from ..builders.runs import assert_clean, fingerprint
 from .fake_run import FakeRun, finished
