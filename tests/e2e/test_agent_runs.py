@@ -14,6 +14,7 @@ from winnow import Trainer
 
 from ..builders.agents import SHARING, agent_config
 from ..builders.runs import assert_clean, fingerprint, metrics_of
+from ..builders.tokenizers import chat_model  # noqa: F401
 
 
 @pytest.fixture

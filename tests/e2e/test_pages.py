@@ -21,6 +21,8 @@ from winnow.config.options import method
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.resolved import TABLES
 
+from ..builders.tokenizers import chat_model  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -74,7 +74,7 @@ def test_a_best_of_k_group_short_of_k_is_not_trained_on(tiny_config: dict[str, A
 def test_all_solved_or_all_hopeless_ends_with_a_message_and_a_saved_run(
     tiny_config: dict[str, Any], reward: Any, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "PATIENCE", 1000)
+    monkeypatch.setattr(stream, "MAX_SKIPPED_IN_A_ROW", 1000)
     trainer = Trainer(config=tiny_config | {"eval_steps": None, "max_steps": 1000} | options, reward_funcs=reward)
     run, by_selector = Path(tiny_config["output_dir"]), message.startswith("nothing is left to")
     if reward is _solved and not by_selector:

@@ -27,7 +27,16 @@ from winnow.sampler.codec import group_state
 from winnow.study.report import write_report
 from winnow.types import Prompt, Visit
 
-from ..builders.trl_runs import PROMPTS, G, Watched, metrics, parity, proven, settings
+from ..builders.trl_runs import (
+    PROMPTS,
+    G,
+    Watched,
+    arguments,  # noqa: F401
+    metrics,
+    parity,
+    proven,
+    settings,
+)
 from ..unit.fake_samplers import group
 
 

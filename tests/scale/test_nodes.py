@@ -28,6 +28,8 @@ from winnow.study import doctor as cluster_check
 from ..builders.nodes import (
     REWARD,
     assert_clean,
+    cluster,  # noqa: F401
+    config,  # noqa: F401
     more_steps,
     processes,
     ray,

@@ -21,7 +21,11 @@ from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.standalone import evaluate_model
 
 from ..builders.vllm import SMALL_CACHE, WIDE, assert_same, play, requests
-from ..builders.vllm_lora import Parts, assert_adapters_change_between_steps
+from ..builders.vllm_lora import (
+    Parts,
+    assert_adapters_change_between_steps,
+    parts,  # noqa: F401
+)
 from ..builders.vllm_runs import EVERYTHING, VLLM, rollouts, train
 from ..unit.engine_models import make_model, word_tokenizer
 

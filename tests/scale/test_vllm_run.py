@@ -14,7 +14,13 @@ from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.standalone import evaluate_model
 
-from ..builders.vllm_runs import EVERYTHING, VLLM, rollouts, train
+from ..builders.vllm_runs import (
+    EVERYTHING,
+    VLLM,
+    config,  # noqa: F401
+    rollouts,
+    train,
+)
 
 pytest.importorskip("vllm")
 

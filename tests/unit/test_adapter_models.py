@@ -20,7 +20,14 @@ from winnow.engine.initial_model import InitialModel
 from winnow.engine.loading import load_causal_lm, load_tokenizer
 from winnow.run.standalone import evaluate_model
 
-from ..builders.adapters import CPU, REWARDS, adapted, changed, logits
+from ..builders.adapters import (
+    CPU,
+    REWARDS,
+    adapted,
+    adapter,  # noqa: F401
+    changed,
+    logits,
+)
 
 
 @pytest.fixture(params=["tied", "untied"])

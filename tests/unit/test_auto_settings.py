@@ -21,7 +21,6 @@ from winnow.engine import LocalOptions, VllmOptions
 from winnow.engine.initial_model import InitialModel
 from winnow.record.resume_keys import changes_of, resumed_config
 from winnow.run.budget import AT_MOST
-from winnow.run.checkpoint import refuse_changes
 from winnow.run.resolve import (
     CPU_ACTIVATION_BYTES,
     LONGEST_ROW_SHARE,
@@ -31,6 +30,7 @@ from winnow.run.resolve import (
     choose_dtype,
     choose_engine,
     choose_tokens,
+    refuse_changes,
     threads_for,
 )
 from winnow.run.resolved import Machine

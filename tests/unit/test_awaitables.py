@@ -20,7 +20,7 @@ from ..builders.rewards import group, scored
 from ..builders.tool_calls import call
 from ..builders.tool_rollouts import roll
 from ..builders.tools import OneTurn, add, make_tokenizer, play
-from ..builders.toy_rollouts import ToyTask, run
+from ..builders.toy_rollouts import ToyTask, policy, run  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # a coroutine that was never awaited
 

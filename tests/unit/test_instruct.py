@@ -25,7 +25,11 @@ from winnow.study.report import report_data
 from winnow.tasks.prompt_example import on_one_line
 from winnow.types import Prompt
 
-from ..builders.tokenizers import CHATML, chat_tokenizer
+from ..builders.tokenizers import (
+    CHATML,
+    chat_model,  # noqa: F401
+    chat_tokenizer,
+)
 
 NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML

@@ -14,7 +14,14 @@ from winnow.methods.success import Success
 from winnow.record.ledger import Ledger, LedgerError, _zero_variance
 from winnow.types import Fate, Group, Rollout, Segment, Verdict
 
-from ..builders.ledgers import book_step, group, rollout, visit
+from ..builders.ledgers import (
+    book_step,
+    group,
+    ledger,  # noqa: F401
+    path,  # noqa: F401
+    rollout,
+    visit,
+)
 
 ALL_FATES = [fate for fate in Fate if fate != Fate.SKIPPED]
 

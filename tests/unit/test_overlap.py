@@ -19,7 +19,7 @@ from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import OVERLAP, RolloutRunner
 from winnow.types import EnvStep, Fate, Group, Job, Verdict, Visit
 
-from ..builders.toy_rollouts import EchoEnv, ToyTask, run
+from ..builders.toy_rollouts import EchoEnv, ToyTask, policy, run  # noqa: F401
 from ..gates import Fake
 
 

@@ -28,7 +28,7 @@ from ..builders.rewards import group, scored
 from ..builders.tool_calls import call
 from ..builders.tool_rollouts import roll
 from ..builders.tools import OneTurn, add, make_tokenizer
-from ..builders.toy_rollouts import ToyTask, run
+from ..builders.toy_rollouts import ToyTask, policy, run  # noqa: F401
 
 LONG = [{"n": [i]} for i in range(AT_ONCE + 1)]
 WIDE = {str(i): [i] for i in range(AT_ONCE + 1)}

@@ -18,7 +18,15 @@ from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.types import Fate, GroupView, Prompt, Turn, Verdict
 
-from ..builders.toy_rollouts import SHORT_TURNS, EchoEnv, HalfGate, StepGate, ToyTask, run
+from ..builders.toy_rollouts import (
+    SHORT_TURNS,
+    EchoEnv,
+    HalfGate,
+    StepGate,
+    ToyTask,
+    policy,  # noqa: F401
+    run,
+)
 from ..parity import parity_reward
 
 

@@ -20,7 +20,12 @@ from winnow.run.standalone import evaluate_model
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.countdown import CountdownConfig
 
-from ..builders.adapters import CPU, REWARDS, changed
+from ..builders.adapters import (
+    CPU,
+    REWARDS,
+    adapter,  # noqa: F401
+    changed,
+)
 
 
 class TestSavedTypes:

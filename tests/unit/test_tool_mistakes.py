@@ -11,7 +11,7 @@ from winnow.env.tools import with_tools
 
 from ..builders.tool_calls import call
 from ..builders.tool_rollouts import roll
-from ..builders.tools import OneTurn, add, play
+from ..builders.tools import OneTurn, add, play, tokenizer  # noqa: F401
 
 
 def leave(code: str) -> str:

@@ -15,7 +15,13 @@ from winnow.env.prompting import NextMessages, PromptError, encode_observation, 
 from winnow.env.tools import with_tools
 from winnow.types import Prompt
 
-from ..builders.tools import TEMPLATE, OneTurn, add, make_tokenizer
+from ..builders.tools import (
+    TEMPLATE,
+    OneTurn,
+    add,
+    make_tokenizer,
+    tokenizer,  # noqa: F401
+)
 
 
 def test_prompts_show_the_tools_and_the_first_observation_ends_the_last_message(tokenizer):

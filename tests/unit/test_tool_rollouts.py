@@ -11,7 +11,10 @@ from winnow.sampler.codec import group_from, group_state
 from winnow.types import Fate, Group, Visit
 
 from ..builders.tool_calls import Counter, call, fail
-from ..builders.tool_rollouts import roll
+from ..builders.tool_rollouts import (
+    roll,
+    tokenizer,  # noqa: F401
+)
 from ..builders.tools import OneTurn, add, make_tokenizer
 
 

@@ -24,7 +24,7 @@ from winnow.types import EnvStep, Job, Verdict, Visit
 
 from ..builders.asking import ask, user
 from ..builders.tool_calls import call
-from ..builders.tool_rollouts import Scripted, roll
+from ..builders.tool_rollouts import Scripted, roll, tokenizer  # noqa: F401
 from ..builders.tools import OneTurn
 from ..gates import Fake, named
 

@@ -31,8 +31,9 @@ from ..record.stop_conditions import RunStoppedError, TaskSolvedError, memory_er
 from . import checkpoint, serve
 from .build import build, build_rewarder, require_held_out
 from .callbacks import CallbackArguments, Callbacks, TrainerState
-from .checkpoint import refuse_changes, refuse_used_directory
+from .checkpoint import refuse_used_directory
 from .inputs import TrainerInputs, config_from, given_again, refuse_resume
+from .resolve import refuse_changes
 from .session import Session
 
 
