@@ -71,6 +71,13 @@ class CollectorState(State):
     num_decoded_tokens: Count
 
 
+class LoopState(CollectorState):
+    """State of the loop: the collector's, its step and its step size."""
+
+    step: Count
+    step_scale: dict[str, Any]
+
+
 _GROUPS: TypeAdapter[list[Group]] = TypeAdapter(list[Group], config=STRICT)
 _VISITS: TypeAdapter[list[Visit]] = TypeAdapter(list[Visit], config=STRICT)
 

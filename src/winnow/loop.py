@@ -12,9 +12,9 @@ from typing import Any
 
 from .base.errors import ConfigError
 from .base.failpoint import failpoint
-from .base.state import Count, at
+from .base.state import at
 from .base.weights import FiniteWeights, RemoteWeights
-from .collect import Batch, Collector, CollectorState
+from .collect import Batch, Collector, LoopState
 from .learner.base import Learner
 from .learner.step import OptimizerStep
 from .methods.gate.audit import rules_of
@@ -22,13 +22,6 @@ from .record.stop_conditions import RunStoppedError, memory_errors
 from .rollout.evaluate import Evaluation
 from .sampler import Sampler, SamplersLostError
 from .types import Group
-
-
-class LoopState(CollectorState):
-    """State of the loop: the collector's, its step and its step size."""
-
-    step: Count
-    step_scale: dict[str, Any]
 
 
 @dataclass

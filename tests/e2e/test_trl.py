@@ -32,6 +32,7 @@ from ..builders.trl_runs import (
     G,
     Watched,
     arguments,  # noqa: F401
+    data,  # noqa: F401
     metrics,
     parity,
     proven,

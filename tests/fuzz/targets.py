@@ -178,6 +178,7 @@ def _run() -> Path:
     """A small run directory: a ledger, a checkpoint, metrics, samples."""
     from winnow.record.ledger import Ledger
     from winnow.run.checkpoint import save
+    from winnow.sampler.drafts import Drafts
 
     from ..builders.ledgers import book_step
 
@@ -193,13 +194,17 @@ def _run() -> Path:
     loop: dict[str, Any] = {
         "step": 2,
         "num_tokens": 70,
+        "num_decoded_tokens": 70,
+        "solved_steps": 0,
+        "undecided": "",
         "skipped_steps": 0,
         "spent": 0,
         "in_flight": [[[1, 0, 3, {}], 4]],
     }
-    loop |= {"waiting": [], "selector": {}, "group_size": {}, "step_scale": {}, "gates": {}}
+    loop |= {"waiting": [], "probes": [], "selector": {}, "group_size": {}, "filter": {}, "step_scale": {}, "gates": {}}
+    loop |= {"reuse": None, "drafts": Drafts(False).state_dict()}
     state: dict[str, Any] = {"ledger": mark, "loop": loop, "config": {"model": "m"}}
-    state |= {"fingerprints": {"task": "x"}, "offsets": {"metrics.jsonl": 9}, "seconds_total": 1.5}
+    state |= {"fingerprints": {"task": "x"}, "offsets": {"metrics.jsonl": 9}, "seconds_total": 1.5, "code": {}}
     save(folder, 2, state, lambda d: (d / "w").write_bytes(b"w"), keep_last=2)
     (folder / "config.json").write_text('{"model": "m", "selector": {"name": "greso"}}')
     (folder / "metrics.jsonl").write_text(

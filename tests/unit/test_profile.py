@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from winnow.config import validate
-from winnow.engine.initial_model import InitialModel
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, read_profile, summary
 from winnow.methods.success import Success
@@ -21,6 +20,7 @@ from winnow.rollout.profile import CHUNK, Profiler
 from winnow.rollout.runner import RolloutRunner
 from winnow.run.build import build_policy
 from winnow.run.inputs import build_task
+from winnow.run.resolve import resolve_here
 from winnow.run.resolved import rollout_options, sampling_params
 
 LINE = {"id": "a", "n": 16, "correct": 3, "mean_reward": 0.1875}
@@ -144,7 +144,7 @@ class Bench:
             }
         )
         self.task = build_task(self.config.env)
-        self.policy, self.engine = build_policy(self.config, InitialModel.from_config(self.config))
+        self.policy, self.engine = build_policy(resolve_here(self.config))
 
     def profiler(self, reward: Any = by_parity, seed: int = 0) -> Profiler:
         self.rewarder = Rewarder(reward)

@@ -143,16 +143,28 @@ class Child:
                 with contextlib.suppress(OSError):  # unwritten bytes of a buffer
                     pipe.close()
 
+    def read_ready(self) -> None:
+        """Read what has been written, without waiting: two lines may have come at once, and `stderr` with them."""
+        for _ in range(4):  # more than a pipe holds
+            if not self._select(0.0):
+                return
+            del self.stderr[:-LAST_WORDS]
+
     def _read(self, deadline: float) -> None:
         """Wait for output and read it."""
         left = _seconds_to(deadline)
         if left == 0:
             raise TimeoutError
-        for ready, _ in self._selector.select(left):
-            data = os.read(ready.fd, 65_536)
-            ready.data.extend(data)
+        self._select(left)
+
+    def _select(self, timeout: float | None) -> bool:
+        ready = self._selector.select(timeout)
+        for each, _ in ready:
+            data = os.read(each.fd, 65_536)
+            each.data.extend(data)
             if not data:
-                self._selector.unregister(ready.fileobj)
+                self._selector.unregister(each.fileobj)
+        return bool(ready)
 
 
 def _seconds_to(deadline: float) -> float | None:

@@ -15,10 +15,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..base.errors import ConfigError
 from ..base.files import private_directory, write_json
 from ..base.state import at
-from ..collect import Batch, Collector
+from ..collect import Batch, Collector, LoopState
 from ..config import METHODS, RunConfig, as_saved
 from ..env.base import Task
-from ..loop import LoopState
 from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger

@@ -27,7 +27,7 @@ from ..base.errors import ConfigError, ExpectedError
 from ..base.failpoint import failpoint
 from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directory, readable, sha256
 from ..base.state import Count, State, StateError, at
-from ..loop import LoopState
+from ..collect import LoopState
 from ..record.ledger import TABLES
 from ..record.records import CONFIG, LEDGER, START, RunDirectoryError
 
@@ -281,8 +281,8 @@ def parsed(file: Path) -> dict[str, Any]:
 def _refuse_earlier(file: Path, state: Any) -> None:
     """Raise CheckpointError if an earlier version saved the state; a new run can start from its weights."""
     loop = state.get("loop") if isinstance(state, Mapping) else None
-    if not isinstance(loop, Mapping) or "step" not in loop:
-        return
+    if not isinstance(loop, Mapping) or not {"step", "num_tokens", "selector"} <= loop.keys():
+        return  # of no version
     version = next((version for version, key in SINCE.items() if key not in loop), None)
     if version is not None:
         raise CheckpointError(

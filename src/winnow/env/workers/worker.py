@@ -176,6 +176,7 @@ class _Worker:
             self._imported.add(job.target)
             late = f"took over {timeout_s:g} s"
             result = self._expect("result", child, time.monotonic() + timeout_s)
+            child.read_ready()
             self.printed = child.stderr.decode("utf-8", "replace").strip()
             return result
         except WorkerError as error:
