@@ -259,9 +259,8 @@ else:
 """
 
 
-@pytest.mark.parametrize(
-    "function", ["mine", pytest.param("lambda completions, **k: mine(completions)", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # a process a run
+@pytest.mark.parametrize("function", ["mine", "lambda completions, **k: mine(completions)"])
 def test_functions_of_a_script_count_by_themselves(tiny_config: dict[str, Any], tmp_path: Path, function: str) -> None:
     """The rest of the script may change: it resumes now."""
     plain = {"import_": "", "bonus": 0.0, "edit": "", "config": tiny_config, "function": function}

@@ -41,6 +41,7 @@ def test_a_proposer_and_a_solver_learn(example: Any, model: Path, tmp_path: Path
     assert sum(row["rewards/env/solver/mean"] for row in rows[-5:]) / 5 > 0.8
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_exactly(example: Any, model: Path, tmp_path: Path) -> None:
     whole, parts, saved = tmp_path / "whole", tmp_path / "parts", {"save_steps": 1, "max_lag": 1}
     example.train(model, example.compacting, whole, max_steps=4, **saved)

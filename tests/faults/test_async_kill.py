@@ -147,6 +147,7 @@ def _kill_learner(config: dict[str, Any], kills: int) -> None:
     assert_trained(Path(config["output_dir"]), config["max_steps"])
 
 
+@pytest.mark.slow
 def test_a_killed_learner_leaves_nobody_and_goes_on(config: dict[str, Any]) -> None:
     _kill_learner(config, kills=1)
 

@@ -66,7 +66,13 @@ def change(file: Path, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [range(15), pytest.param(range(15, 300), marks=pytest.mark.exhaustive)], ids=["few", "many"]
+    "numbers",
+    [
+        range(5),
+        pytest.param(range(5, 15), marks=pytest.mark.slow),
+        pytest.param(range(15, 300), marks=pytest.mark.exhaustive),
+    ],
+    ids=["few", "more", "many"],
 )
 def test_any_file_is_refused_by_name_or_trained_with(saved: Path, tmp_path: Path, numbers: range) -> None:
     refusals = []

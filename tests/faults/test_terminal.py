@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from winnow import Trainer
@@ -21,6 +22,7 @@ from .. import parity
 from ..builders.runs import assert_clean
 
 
+@pytest.mark.slow
 def test_the_run_is_saved_when_the_terminal_closes(tiny_config: dict[str, Any], tmp_path: Path) -> None:
     run = Path(tiny_config["output_dir"])
     more = {"max_steps": 100_000, "save_steps": 50_000, "eval_steps": None, "learning_rate": 1e-9}  # never solved

@@ -93,6 +93,7 @@ def test_an_audit_compares_with_fresh_rollouts(train: Callable[..., Metrics], tm
         assert ledger.totals()["evaluation"]["rollouts"] == 4 * sum(row["reuse/groups"] for row in rows)
 
 
+@pytest.mark.slow
 def test_with_samplers_in_other_processes(train: Callable[..., Metrics]) -> None:
     """They make fewer groups; the audit proves that no fresh one was over the lag bound."""
     rows = train(reuse={"updates": 2}, sync={"name": "processes", "samplers": 1}, max_lag=2)
