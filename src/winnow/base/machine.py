@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+GIB, MIB = 2**30, 2**20
 CPUINFO = Path("/proc/cpuinfo")
 FAST = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """CPU flags that decide which dtype is fast."""
@@ -61,7 +62,7 @@ def gpu_gib() -> dict[str, float]:
 
     if not torch.cuda.is_initialized():
         return {}
-    return {"gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30}
+    return {"gpu_memory_gib": torch.cuda.max_memory_allocated() / GIB}
 
 
 def gpu_memory_since(device: Any) -> dict[str, float]:
@@ -72,7 +73,7 @@ def gpu_memory_since(device: Any) -> dict[str, float]:
         return {}
     held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return {"gpu/memory_gib": held / 2**30, "gpu/peak_memory_gib": peak / 2**30}
+    return {"gpu/memory_gib": held / GIB, "gpu/peak_memory_gib": peak / GIB}
 
 
 def resident_mib() -> float:
@@ -80,8 +81,8 @@ def resident_mib() -> float:
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MIB
+    return pages * os.sysconf("SC_PAGE_SIZE") / MIB
 
 
 @contextmanager

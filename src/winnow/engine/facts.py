@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from ..base.weights import FiniteWeights, Weights, is_finite, specs_of, state_of, tied_names
-
-MARK = "\u241fwinnow\u241f"
-"""Message that no template contains."""
+from ..env.chat import MARK
 
 
 @dataclass(frozen=True)

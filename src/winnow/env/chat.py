@@ -19,7 +19,8 @@ import numpy as np
 
 from ..types import Message
 
-_MARK = "\u241fwinnow\u241f"
+MARK = "\u241fwinnow\u241f"
+"""Message that no template contains."""
 _CALL_MARK = "winnow_mark"
 """Plain letters: templates write arguments in their own ways."""
 _USER: Message = {"role": "user", "content": "?"}
@@ -149,13 +150,13 @@ def _continued(tokenizer: Any, messages: Sequence[Message], options: Mapping[str
         raise refusal
     try:
         known = applied(tokenizer, before, **options)
-        marked = applied(tokenizer, [*before, {**last, "content": _MARK}, _USER], **options)
+        marked = applied(tokenizer, [*before, {**last, "content": MARK}, _USER], **options)
         ready = applied(tokenizer, before, add_generation_prompt=True, **options)
     except Exception:  # it requires other turns
         if refusal is not None:
             raise refusal from None
         return text
-    header, mark, _ = marked.partition(_MARK)
+    header, mark, _ = marked.partition(MARK)
     choices = [] if refusal is not None else [text]
     choices += [header + last["content"]] if mark else []
     tag = opening[1] if opening else ""
@@ -194,10 +195,10 @@ def _turns(tokenizer: Any, options: Mapping[str, Any]) -> _Turns:
 def _derived(tokenizer: Any, options: Mapping[str, Any]) -> _Turns:
     added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     marks, special = frozenset(added), frozenset(i for i, token in added.items() if token.special)
-    turn: Message = {"role": "assistant", "content": _MARK}
+    turn: Message = {"role": "assistant", "content": MARK}
     try:
-        alone = _behind(_MARK, applied(tokenizer, [_USER, turn], **options))
-        followed = _behind(_MARK, applied(tokenizer, [_USER, turn, _USER], add_generation_prompt=True, **options))
+        alone = _behind(MARK, applied(tokenizer, [_USER, turn], **options))
+        followed = _behind(MARK, applied(tokenizer, [_USER, turn, _USER], add_generation_prompt=True, **options))
     except Exception:  # it requires other turns: turns that begin with a mark can still be joined
         return _Turns(marks, special, frozenset(), None, "")
     alone_ids, followed_ids = _encoded(tokenizer, alone), _encoded(tokenizer, followed)
@@ -231,8 +232,8 @@ def joined(
     `added` are the messages after the turn; results of tools follow a call. Raises PromptError if the template does
     not show the turn before them, and any error of the template.
     """
-    turn: Message = {"role": "assistant", "content": _MARK}
-    mark = _MARK
+    turn: Message = {"role": "assistant", "content": MARK}
+    mark = MARK
     if added[0]["role"] == "tool":
         call = {"name": added[0]["name"], "arguments": {"key": _CALL_MARK}}
         turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}

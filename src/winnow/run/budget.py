@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError
+from ..base.machine import GIB
 from ..config import RunConfig
 from ..config.options import LoraConfig
 from ..engine import LocalOptions, VllmOptions
@@ -23,7 +24,6 @@ from ..learner.local.learner import FILE_BYTES
 from ..learner.local.logprob import SLICE_ELEMENTS
 from ..learner.local.recompute import WORTH, is_gated
 
-GIB = 2**30
 USABLE = 0.94
 """Share of GPU memory for tensors; the rest is for CUDA's context, kernels and fragments."""
 HALF = ("bfloat16", "float16")

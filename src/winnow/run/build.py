@@ -70,7 +70,7 @@ class Parts:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration, with a value for every `auto`."""
+        """The resolved configuration."""
         return self.resolved.config
 
     @property

@@ -102,7 +102,7 @@ class TrainerInputs:
                     f"where it is now: ln -s NEW {moved}"
                 )
 
-    def resolve(self, c: RunConfig, *, resumed: bool) -> tuple[Task, Resolved]:
+    def prepare(self, c: RunConfig, *, resumed: bool) -> tuple[Task, Resolved]:
         """Return the task and the run that `c` describes on this machine, with nothing loaded but the data and the
         model's names and shapes. Raises ConfigError."""
         options = Options.from_config(c)  # names and options of methods come first

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.machine import GIB, MIB
 from ..config import RunConfig
 from ..engine.initial_model import InitialModel
 from ..sampler import InProcess
 from ..tasks.prompt_example import prompt_example
-from .budget import GIB, Gpus, Phases, engine_bytes, host_budget
+from .budget import Gpus, Phases, engine_bytes, host_budget
 from .preflight import placement
 from .resolve import resolve
 from .resolved import Machine, Options, Resolved
 
 if TYPE_CHECKING:
     from .trainer import Trainer
-
-MIB = 2**20
 
 
 def plan(trainer: Trainer) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..base import cluster
 from ..base.errors import ConfigError
+from ..base.machine import MIB
 from ..config import RunConfig, validate
 from ..config.options import name_of
 from ..engine.base import Engine, Request
@@ -242,7 +243,6 @@ def check_agreement(
 
 # ---------------------------------------------------------------- places on a cluster
 
-MIB = 2**20
 FREE_S = 30.0
 """Longest wait for resources that other jobs hold: an earlier run may just have ended."""
 FEWER = "set fewer samplers, ranks, threads or num_gpus, or add nodes"

@@ -136,7 +136,7 @@ class Resolved:
     """A run with every choice made; nothing is loaded or built."""
 
     config: RunConfig
-    """With a value for every `auto`; what the run saves."""
+    """With a value for every `auto` but `device`, which is looked for anew at a resume; what the run saves."""
     options: Options
     model: InitialModel
     engine: Any

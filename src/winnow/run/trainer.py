@@ -107,7 +107,7 @@ class Trainer:
             if not resume:
                 refuse_used_directory(self.run_dir)
             with memory_errors("before the first step"):
-                task, resolved = given.resolve(config, resumed=resume)
+                task, resolved = given.prepare(config, resumed=resume)
                 entry = serve.__name__
                 self._parts = parts = build(resolved, task, given, self._checkpoint, resumed=resume, entry=entry)
             self.config = parts.config
@@ -280,7 +280,7 @@ class Trainer:
             raise RunDirectoryError(f"a Trainer runs once; continue with Trainer.resume('{self.run_dir}', ...)")
         try:
             if self._session is None:
-                self._session = self._begun()
+                self._session = self._open_session()
             yield self._session
         except TaskSolvedError:  # in a user's loop; `train` handles it itself
             if self._session is not None:
@@ -295,7 +295,7 @@ class Trainer:
             self._end(failed=True)
             raise
 
-    def _begun(self) -> Session:
+    def _open_session(self) -> Session:
         with memory_errors("before the first step"):
             if self._held is None:
                 private_directory(self.run_dir)

@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from ..base import cluster
 from ..base.errors import ConfigError
+from ..base.machine import MIB
 from ..base.weights import HalvedWeights, RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
 from ..config.options import CHECKED
 from .base import PoolOptions, SamplerContext
@@ -103,7 +104,7 @@ class RayWeights(Transport):
                 put = ray.put(as_bytes(weights.items()))
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
             raise ConfigError(
-                f"sync: ray: the weights ({size / 2**20:,.0f} MiB) fit neither into Ray's object store nor where it "
+                f"sync: ray: the weights ({size / MIB:,.0f} MiB) fit neither into Ray's object store nor where it "
                 f"spills to: {str(error).strip().splitlines()[0]}; start Ray with more (`ray start "
                 "--object-store-memory=BYTES`, init's object_store_memory), or free that disk"
             ) from None

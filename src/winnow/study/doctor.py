@@ -23,11 +23,10 @@ from packaging.requirements import Requirement
 
 from ..base import __version__, cluster
 from ..base.files import cache_dir
-from ..base.machine import PACKAGE, bfloat16_units, install, processor, usable_threads
+from ..base.machine import GIB, MIB, PACKAGE, bfloat16_units, install, processor, usable_threads
 from ..env.workers.bubblewrap import SandboxError
 from ..env.workers.sandbox import Sandbox, SandboxOptions
 
-GIB = 2**30
 LITTLE_DISK, LITTLE_MEMORY = 5 * GIB, 4 * GIB
 NVIDIA = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
 """Files that an NVIDIA driver makes."""
@@ -145,7 +144,7 @@ NODE_S = 60.0
 """Timeout for a node's answer; the first one includes a process start."""
 REACH_S = 5.0
 """Timeout for a connection between two nodes."""
-SENT_BYTES = 16 * 2**20
+SENT_BYTES = 16 * MIB
 """Size of the object that every node reads from the store."""
 
 
@@ -270,8 +269,8 @@ def _row(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
         "node": cluster.node_name(node),
         "cpus": there.get("CPU", 0.0),
         "gpus": there.get("GPU", 0.0),
-        "memory_gib": round(there.get("memory", 0.0) / 2**30, 1),
-        "store_gib": round(there.get("object_store_memory", 0.0) / 2**30, 1),
+        "memory_gib": round(there.get("memory", 0.0) / GIB, 1),
+        "store_gib": round(there.get("object_store_memory", 0.0) / GIB, 1),
         "devices": facts.get("devices", []),
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.sanitize import visible
 from ..env.base import Task
-from ..env.chat import rendered
+from ..env.chat import MARK, rendered
 from ..env.prompting import encode_prompt
 from ..types import Prompt
 from .agents import AgentTask
@@ -19,7 +19,6 @@ TRIED = 16
 """Prompts tried; the first that can be encoded is shown."""
 HEAD, TAIL = 160, 80
 """Characters shown of a longer prompt, from its beginning and its end."""
-_MARK = "\u241fwinnow\u241f"
 _OPENING = re.compile(r"(</?[^<>/|\uff5c\s]+>|\[[A-Z_]+\])\s*$")
 """A tag of the answer's format, and no mark of a turn, such as `<|assistant|>`."""
 
@@ -82,9 +81,9 @@ def _looks_rendered(prompt: Prompt, tokenizer: Any) -> bool:
     """Whether the text has a special token of the template, or what it writes before an answer."""
     text = prompt.text or ""
     try:
-        shown = rendered(tokenizer, [{"role": "user", "content": _MARK}])
+        shown = rendered(tokenizer, [{"role": "user", "content": MARK}])
     except Exception:  # a template that wants other messages
         return False
     special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content in shown]
-    ready = shown.rpartition(_MARK)[2].strip().splitlines()
+    ready = shown.rpartition(MARK)[2].strip().splitlines()
     return any(mark in text for mark in special if mark != tokenizer.bos_token) or bool(ready and ready[-1] in text)
