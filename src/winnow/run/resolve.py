@@ -1,7 +1,7 @@
 """Decides everything that a run leaves open, in the order of its lines.
 
-A line of `resolve` may read the configuration, the model's names and shapes, and what was read of the machine. It may not
-touch disk, network, device or weights.
+A line of `resolve` may read the configuration, the model's names and shapes, and what was read of the machine. It may
+not touch disk, network, device or weights.
 """
 
 from __future__ import annotations
