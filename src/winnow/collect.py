@@ -19,7 +19,7 @@ from pydantic import PositiveInt, TypeAdapter
 from .base.failpoint import failpoint
 from .base.state import STRICT, Count, Loose, State, at
 from .methods.agents import filter_without_row
-from .methods.filter import Filter
+from .methods.filter import Filter, checked_verdict
 from .methods.gate import Gate
 from .methods.gate.audit import Audits, load_with_audit, state_with_audit
 from .methods.group_kind import GroupJudge
@@ -293,7 +293,7 @@ class Collector:
         self.stop = self.stop or self._stop_conditions.of_failures(step, self.tally, self.buffer.prompts_per_step)
         reason = refusal = self.judge.refusal(group)
         if reason is None:
-            verdict = self.filter.admit(group, kind)
+            verdict = checked_verdict(self.filter, group, kind)
             if verdict.keep:
                 self.buffer.add(group)
                 self._stop_conditions.accepted()

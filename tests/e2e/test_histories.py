@@ -24,7 +24,7 @@ def test_an_agent_without_compaction_runs_out_of_its_context(example: Any, model
         assert set(db.execute("SELECT stop_reason, reward FROM rollouts")) == {("context", 0.0)}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_agent_that_compacts_its_history_learns_to(example: Any, model: Path, tmp_path: Path) -> None:
     rows = example.train(model, example.compacting, tmp_path / "run", max_steps=100)
     assert_clean(tmp_path / "run")

@@ -140,7 +140,7 @@ def test_generation_holds_what_is_predicted(dtype: str) -> None:
             engine.submit([Request(i, ids, SamplingParams(completion), noise_key(0, i))])
         while engine.pending:
             engine.step()
-        assert total(predicted) == pytest.approx(gpu.peak_bytes, rel=0.1), predicted
+        assert total(predicted) == pytest.approx(gpu.peak_bytes, rel=0.12), predicted
 
 
 @pytest.mark.parametrize(

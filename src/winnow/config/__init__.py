@@ -40,10 +40,11 @@ History = Literal["exact", "template"]
 Optim = Literal["adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "adafactor", "muon", "sgd"]
 
 
-RewardNames = Annotated[
-    list[str],
-    BeforeValidator(lambda given: [given] if isinstance(given, str) else given, json_schema_input_type=str | list[str]),
-]
+def _in_a_list(given: Any) -> Any:
+    return [given] if isinstance(given, str) else given
+
+
+RewardNames = Annotated[list[str], BeforeValidator(_in_a_list, json_schema_input_type=str | list[str])]
 """Names of reward functions and reward models; a single name needs no list."""
 
 
@@ -135,7 +136,7 @@ class RunConfig(BaseModel):
     selector: MethodSpec = "uniform"
     rollout_batch: MethodSpec = "exact"
     group_size: MethodSpec = "fixed"
-    gates: list[MethodSpec] = []
+    gates: Annotated[list[MethodSpec], BeforeValidator(_in_a_list)] = []
     audit: AuditConfig | None = None
     filter: MethodSpec | list[MethodSpec] = "keep_all"
     advantage: MethodSpec = "grpo"

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...base.state import at
 from ...types import KEEP, Group, GroupKind, Verdict
-from .base import Filter
+from .base import Filter, checked_verdict
 
 
 class AllOf(Filter):
@@ -32,7 +32,7 @@ class AllOf(Filter):
 
     def admit(self, group: Group, kind: GroupKind) -> Verdict:
         for name, each in self.filters:
-            verdict = each.admit(group, kind)
+            verdict = checked_verdict(each, group, kind)
             if not verdict.keep:
                 return Verdict(False, f"{name}: {verdict.reason}")
         return KEEP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...base.errors import ConfigError
 from ...types import Group, GroupKind, Verdict
 from ..base import LearningMethod
 
@@ -29,3 +30,13 @@ class Filter(LearningMethod):
         Not called for groups that a gate cut, or with too few rewards for the advantage.
         """
         raise NotImplementedError
+
+
+def checked_verdict(filter_: Filter, group: Group, kind: GroupKind) -> Verdict:
+    """Return `admit`. Raises ConfigError unless it is a verdict."""
+    verdict = filter_.admit(group, kind)
+    if not isinstance(verdict, Verdict):
+        raise ConfigError(
+            f"filter: {type(filter_).__name__}.admit returned {verdict!r}; return KEEP, or Verdict(False, reason)"
+        )
+    return verdict

@@ -218,6 +218,10 @@ def check_rule(named: NamedRule) -> None:
         raise RuleError(
             f"gate {named.name}: a rule's `at` must be one Token(n), or one or several EnvStep(k), from 1 on, not {at}"
         )
+    if not isinstance(getattr(named.rule, "needs", None), frozenset | set):
+        raise RuleError(
+            f"gate {named.name}: a rule needs `needs`, a frozenset of what it asks of the engine, e.g. empty"
+        )
     try:
         json.dumps(rule_state(named), allow_nan=False)
     except Exception as error:  # any objection of pydantic to the class

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...base.errors import ConfigError
 from ...base.noise import noise_key, uniform_array
 from ...base.state import Count, State
 from ...types import KEEP, Group, Prompt, Verdict, Visit
@@ -79,7 +80,12 @@ class StreamSelector(LearningMethod):
             if epoch != self._order_epoch:
                 self._order, self._order_epoch = self._order_of(epoch), epoch
             ordinals = self._order[position : position + max(LOOK_AHEAD, 2 * missing)]
-            own = np.asarray(self.keeps(ordinals, epoch), dtype=bool)
+            own = np.asarray(self.keeps(ordinals, epoch))
+            if own.dtype != bool or own.shape != ordinals.shape:
+                raise ConfigError(
+                    f"selector: {type(self).__name__}.keeps returned {own.dtype} {list(own.shape)}; return bool "
+                    f"{list(ordinals.shape)}, one for each visit"
+                )
             drawn = np.zeros_like(own) if audit is None else audit.overrides().draws(ordinals, epoch)
             keeps = own | drawn
             kept = np.flatnonzero(keeps)[:missing]

@@ -1,0 +1,59 @@
+"""What users return from methods of their own that is none of what they return: named at once, with the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow.base.errors import ConfigError
+from winnow.config import validate
+from winnow.methods.filter import AllOf, Filter, ZeroVariance, checked_verdict
+from winnow.methods.gate import NamedRule, RuleError, check_rule
+from winnow.methods.select import StreamSelector
+from winnow.types import GroupKind, Prompt, Token
+
+from ..builders.groups import make_group
+
+
+class SaysTrue(Filter):
+    def admit(self, group: Any, kind: Any) -> Any:
+        return True
+
+
+class Scores(StreamSelector):
+    def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
+        return np.full(len(ordinals_N), 0.3)
+
+
+@dataclass(frozen=True)
+class Bare:
+    at: Token
+
+    def decide(self, view: Any) -> Any:
+        return []
+
+
+def test_a_filter_that_returns_no_verdict() -> None:
+    group = make_group(0, [0.0, 1.0], [3, 4])
+    with pytest.raises(ConfigError, match=r"filter: SaysTrue\.admit returned True; return KEEP, or Verdict"):
+        checked_verdict(SaysTrue(), group, GroupKind.SIGNAL)
+    with pytest.raises(ConfigError, match=r"filter: SaysTrue\.admit returned True"):
+        AllOf([("a", ZeroVariance()), ("b", SaysTrue())]).admit(group, GroupKind.SIGNAL)
+
+
+def test_a_selector_that_returns_scores() -> None:
+    prompts = [Prompt(str(i), i, text="x") for i in range(4)]
+    with pytest.raises(ConfigError, match=r"selector: Scores\.keeps returned float64 \[\d+\]; return bool \[\d+\]"):
+        Scores(prompts, 0).select(2)
+
+
+def test_a_rule_that_says_nothing_of_its_needs() -> None:
+    with pytest.raises(RuleError, match="gate bare: a rule needs `needs`, a frozenset"):
+        check_rule(NamedRule("bare", Bare(Token(4))))  # type: ignore[arg-type]
+
+
+def test_one_gate_needs_no_list() -> None:
+    assert validate({"model": "m", "env": "countdown", "gates": "random"}).gates == ["random"]
