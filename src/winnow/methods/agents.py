@@ -38,7 +38,7 @@ def named(agents: Iterable[str]) -> str:
 
 
 def filter_without_row(group: Group, *, mask_truncated: bool) -> None:
-    """Book rollouts that have no row in an update as filtered: no token of them is trained."""
+    """Mark rollouts that have no row in an update as filtered: no token of them is trained."""
     for rollout in group.rollouts:
         reason = ""
         if mask_truncated and rollout.truncated:

@@ -1,8 +1,8 @@
 """The ledger: the fate of every visit, rollout, token and second of a run.
 
 One SQLite file, append-only. A visit is booked when it is dispatched (or skipped), its outcome and rollouts when its
-group is done, and every optimizer step once. Rows are never changed or deleted. A row that a crash invalidates gets
-the number of the restart that voided it (`void`, 0 while the row counts).
+group is done, and every optimizer step once. Rows are never deleted, and only `void` ever changes: a row that a crash
+invalidates gets the number of the restart that voided it (0 while the row counts).
 
 Invariants, enforced by the schema and proved from the file alone by `verify`: every visit number is booked once and has
 at most one outcome; a (visit, sibling) is booked once; every unfinished visit is in flight.

@@ -38,7 +38,10 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Options:
-    """The options object of every method that a configuration names; its specifications are read nowhere else."""
+    """The options object of every method that a configuration names.
+
+    Specifications are read here alone, and once more in a sampler's process, which builds everything by name.
+    """
 
     methods: Mapping[str, Sequence[Any]]
     """Key -> options, for selector, rollout_batch, group_size, gates, filter, advantage, correction and step_scale."""

@@ -1,16 +1,16 @@
 """Track remote samplers: their jobs, their health, and which jobs to relaunch.
 
 A sampler that exits, or sends nothing for `timeout_s`, is replaced by one with the newest weights. Its jobs are
-relaunched once on other samplers, and fail if that sampler fails too; one that was not yet ready does not count. A
-sampler without a place, as on a full cluster, is waited for. `handle.py` draws the stages of a sampler.
+relaunched once, on other samplers or its successor, and fail if that one fails too; one that was not yet ready does
+not count. A sampler without a place, as on a full cluster, is waited for. `handle.py` draws the stages of a sampler.
 
 Messages over a `Channel` are plain JSON values, except what a transport puts in for `weights`:
 
     learner -> sampler   {"start": {...}}, {"weights": ..., "version": v, "rules": [...]}, {"launch": job},
                          {"stop": true}
-    sampler -> learner   {"placed": where}, {"built": true}, {"loaded": v, "dtype": ...}, {"group": ...},
-                         {"alive": {seconds, idle_s, tokens}, "memory": ...} since the last, or {"busy": true}, at
-                         least every second, {"refused": why}, {"stopped": groups}
+    sampler -> learner   {"placed": where}, {"built": true}, {"loaded": v, "dtype": ..., "metrics": {...}},
+                         {"group": ...}, {"refused": why}, {"stopped": groups}; at least every second {"busy": true},
+                         or {"alive": {seconds, idle_s, tokens}, "memory": {...}} of what came since the last one
 
 Weights go only to samplers whose engine is built: one that is still starting would hold every version until then.
 """
