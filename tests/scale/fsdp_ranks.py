@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from winnow.config import RunConfig, validate
-from winnow.learner import Learner, Policy
+from winnow.learner import Learner, LearnerContext, Policy
 from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.ranks import Ranks
 from winnow.methods.correct import M2PO, Truncate
@@ -24,8 +24,12 @@ FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
 
 
 def over(ranks: Ranks, policy: Policy, **changes: Any) -> FsdpLearner:
+    return FsdpLearner(ranks, *ranks.build(policy, context(**changes)))
+
+
+def context(**changes: Any) -> LearnerContext:
     c = config(**changes)
-    return FsdpLearner(ranks, *ranks.build(policy, learner_context(c, Options.from_config(c))))
+    return learner_context(c, Options.from_config(c))
 
 
 def config(**changes: Any) -> RunConfig:

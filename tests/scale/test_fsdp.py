@@ -24,7 +24,7 @@ from winnow.methods.loss import LossConfig
 from ..builders.groups import make_group
 from ..builders.off_policy import STEP
 from ..unit.learner_models import gemma2, random_rows
-from .fsdp_ranks import LOSSES, config, difference, over, policy, state, updates
+from .fsdp_ranks import LOSSES, context, difference, over, policy, state, updates
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")
@@ -36,7 +36,7 @@ def test_five_clipped_updates_are_those_of_one_process(ranks: Ranks, name: str, 
     """In the first there is one row for two ranks."""
     loss, iterations = LOSSES[name], 2 if "clip" in name else 1
     parts = policy(reference=True, tie_word_embeddings=tied)
-    alone = Local().build(copy.deepcopy(parts), config())
+    alone = Local().build(copy.deepcopy(parts), context())
     before = state(alone)
     cut = over(ranks, parts)
     assert difference(state(cut), before) == 0
@@ -57,7 +57,7 @@ def test_five_clipped_updates_are_those_of_one_process(ranks: Ranks, name: str, 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_reference_follows_as_in_one_process_and_is_kept(ranks: Ranks, tied: bool, tmp_path: Path) -> None:
     parts = policy(reference=True, tie_word_embeddings=tied)
-    learners = Local().build(copy.deepcopy(parts), config()), over(ranks, parts)
+    learners = Local().build(copy.deepcopy(parts), context()), over(ranks, parts)
     start = learners[0].reference_logp(random_rows(seed=9))
     for learner in learners:
         updates(learner, LossConfig(beta=0.1), steps=2)
@@ -78,7 +78,7 @@ def test_with_recomputed_layers_and_with_adapters(ranks: Ranks, changes: dict[st
     parts = policy()
     if "lora" in changes:
         parts.model = peft.get_peft_model(parts.model, peft.LoraConfig(r=4, target_modules="all-linear"))
-    alone = Local().build(copy.deepcopy(parts), config(**changes))
+    alone = Local().build(copy.deepcopy(parts), context(**changes))
     before = state(alone)
     cut = over(ranks, parts, **changes)
     for learner in (alone, cut):
@@ -105,7 +105,7 @@ def test_baselines_of_the_update_are_those_of_one_process(
         peft = pytest.importorskip("peft")
         parts.model = peft.get_peft_model(parts.model, peft.LoraConfig(r=4, target_modules="all-linear"))
         changes["lora"] = {"r": 4}
-    alone = Local().build(copy.deepcopy(parts), config(**changes))
+    alone = Local().build(copy.deepcopy(parts), context(**changes))
     before = state(alone)
     cut = over(ranks, parts, **changes)
     loss = LossConfig(policy_loss="plain", correction=Truncate())
@@ -129,7 +129,7 @@ def test_in_float64_nothing_is_left_of_the_difference(ranks: Ranks, weighing: We
     parts = policy()
     parts.model.double()
     changes = {"advantage": "opob" if weighing == "gradient" else "otb" if weighing else "rloo"}
-    pair = [over(ranks, copy.deepcopy(parts), **changes), Local().build(parts, config(**changes))]
+    pair = [over(ranks, copy.deepcopy(parts), **changes), Local().build(parts, context(**changes))]
     for step in range(5):
         rows = random_rows(seed=step, n=3 + 3 * step)
         for learner in pair:
@@ -159,7 +159,7 @@ def test_bfloat16_is_as_far_off_as_in_one_process(ranks: Ranks, weighing: Weighi
     for dtype, over_ranks in [("float32", False), ("bfloat16", False), ("bfloat16", True)]:
         changes = {"dtype": dtype, "advantage": "opob" if weighing == "gradient" else "otb" if weighing else "rloo"}
         same = copy.deepcopy(parts)
-        learner = over(ranks, same, **changes) if over_ranks else Local().build(same, config(**changes))
+        learner = over(ranks, same, **changes) if over_ranks else Local().build(same, context(**changes))
         before, rows = state(learner), random_rows(n=12)
         learner.accumulate(in_pools(rows, weighing) if weighing else rows, LossConfig(policy_loss="plain"))
         norm = learner.apply(1e-3)
@@ -179,8 +179,8 @@ def test_weights_are_cut_among_some_ranks_and_copied_to_others(local_cluster: No
     try:
         for weighing in weighings:
             changes = {"advantage": "opob" if weighing else "rloo"}
-            alone = Local().build(copy.deepcopy(parts), config(**changes))
-            cut = FsdpLearner(four, *four.build(parts, config(**changes), 2))
+            alone = Local().build(copy.deepcopy(parts), context(**changes))
+            cut = FsdpLearner(four, *four.build(parts, context(**changes), 2))
             for step in range(3):
                 rows = random_rows(seed=step, n=2 + 5 * step)
                 for learner in (alone, cut):
@@ -203,7 +203,7 @@ def test_a_model_whose_rows_cannot_be_told_apart_is_refused(ranks: Ranks) -> Non
 def test_rollouts_without_a_gradient_count_in_the_step_size_as_in_one_process(ranks: Ranks) -> None:
     """Their ratios take a forward pass, in which ranks may have different numbers of rows."""
     parts = policy()
-    learners: list[Learner] = [Local().build(copy.deepcopy(parts), config()), over(ranks, parts)]
+    learners: list[Learner] = [Local().build(copy.deepcopy(parts), context()), over(ranks, parts)]
     loss = LossConfig(policy_loss="plain", correction=Truncate())
     for rewards in (
         [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
@@ -240,7 +240,7 @@ def test_rollouts_of_several_segments_are_those_of_one_process(
     ranks: Ranks, loss: LossConfig, weighing: Weighing | None
 ) -> None:
     parts, changes = policy(), {"advantage": "opob" if weighing else "rloo"}
-    alone, cut = Local().build(copy.deepcopy(parts), config(**changes)), over(ranks, parts, **changes)
+    alone, cut = Local().build(copy.deepcopy(parts), context(**changes)), over(ranks, parts, **changes)
     rows = in_segments(random_rows(seed=3, n=13))
     if weighing:
         rows = [

@@ -20,7 +20,7 @@ from winnow.run.build import build_policy
 from winnow.run.resolve import resolve_here
 
 from ..unit.learner_models import random_rows
-from .fsdp_ranks import FSDP, LOSSES, config, difference, over, policy, state, updates
+from .fsdp_ranks import FSDP, LOSSES, config, context, difference, over, policy, state, updates
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")
@@ -39,7 +39,7 @@ def saved_model(folder: Path, **model: Any) -> tuple[Policy, Policy]:
 def test_ranks_that_read_their_shards_from_files_train_as_one_process(ranks: Ranks, tied: bool, tmp_path: Path) -> None:
     """So do they from what they have saved."""
     parts, apart = saved_model(tmp_path / "start", tie_word_embeddings=tied)
-    alone, cut = Local().build(parts, config()), over(ranks, apart)
+    alone, cut = Local().build(parts, context()), over(ranks, apart)
     assert difference(state(cut), state(alone)) == 0
     assert (cut.sizes, cut.precision) == (alone.sizes, alone.precision)
     for learner in (alone, cut):
@@ -81,7 +81,7 @@ def test_ranks_that_read_train_adapters_and_hold_to_a_reference(
 
     (whole, local), (read, apart) = built("local", None), built(FSDP, None)
     assert (read.files, read.reference) == (tmp_path / "start", None)
-    alone, cut = Local().build(whole, config(**local)), over(ranks, read, **apart)
+    alone, cut = Local().build(whole, context(**local)), over(ranks, read, **apart)
     assert difference(state(cut), state(alone)) == 0
     for learner in (alone, cut):
         updates(learner, LOSSES[loss])
