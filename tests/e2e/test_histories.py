@@ -33,7 +33,7 @@ def test_an_agent_that_compacts_its_history_learns_to(example: Any, model: Path,
     assert rows[-1]["segments/mean"] > 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_proposer_and_a_solver_learn(example: Any, model: Path, tmp_path: Path) -> None:
     rows = example.train(model, example.play, tmp_path / "run", max_steps=60)
     assert_clean(tmp_path / "run")

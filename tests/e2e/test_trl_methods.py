@@ -296,7 +296,13 @@ def test_methods_together(i: int, arguments: dict[str, Any], tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("advantage", OPTIONS["advantage"])
+@pytest.mark.parametrize(
+    "advantage",
+    [
+        pytest.param(advantage, marks=[] if advantage in ("reinforce_pp", "max_at_k") else pytest.mark.exhaustive)
+        for advantage in OPTIONS["advantage"]
+    ],
+)
 def test_all_methods_together(advantage: str | None, arguments: dict[str, Any], tmp_path: Path) -> None:
     for i, methods in enumerate(m for m in combinations() if m["advantage"] == advantage):
         (tmp_path / str(i)).mkdir()
