@@ -134,6 +134,7 @@ def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
     assert 0 < max(found) <= 2
 
 
+@pytest.mark.slow
 def test_a_killed_sampler_is_replaced_and_its_groups_are_launched_again(
     config: dict[str, Any], children: list[SamplerHandle]
 ) -> None:

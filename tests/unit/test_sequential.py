@@ -181,6 +181,7 @@ def test_a_run_resumes_exactly(tiny_config: dict[str, Any], tmp_path: Path, more
     assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_in_other_processes(tiny_config: dict[str, Any], tmp_path: Path) -> None:
     more = {"sync": {"name": "processes", "samplers": 2}, "max_lag": 2, "correction": "truncate", "max_steps": 6}
     more |= {"group_size": {"name": "sequential", "probe": 2, "hard_size": 6}, "audit": {"epsilon": 0.3}}

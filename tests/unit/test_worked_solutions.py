@@ -73,6 +73,7 @@ def test_words_of_a_question() -> None:
     assert answer_of(chain_sum("...: -5 - -12 + -3 =", lambda: False)) == "4"
 
 
+@pytest.mark.slow
 def test_a_task_in_words() -> None:
     pytest.importorskip("reasoning_gym")
     from winnow.tasks.reasoning_gym import ReasoningGymConfig, reasoning_gym_reward
