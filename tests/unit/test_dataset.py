@@ -116,6 +116,7 @@ def test_data_errors_are_configuration_errors():
     assert issubclass(TargetError, ConfigError)
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -29,6 +29,7 @@ def test_an_ordinary_file_is_read_and_no_other(tmp_path: Path) -> None:
         bytes_of(tmp_path / "b")
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
 def test_json_that_is_nested_too_deeply_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="nested too deeply"):

@@ -84,7 +84,11 @@ def test_an_agent_may_answer_them_and_compact_its_history(tokenizer, arguments, 
     assert (rollout.fate, rollout.reward) == (None, 1.0), rollout.reason
 
 
-@pytest.mark.parametrize("written", ['{"a": 1', "a=1", "[1, 2]", "", "[" * 100_000])
+@pytest.mark.usefixtures("no_garbage")
+@pytest.mark.parametrize(
+    "written",
+    ['{"a": 1', "a=1", "[1, 2]", "", "[" * 100_000],
+)
 def test_an_agent_that_finds_calls_itself_may_pass_them_on(tokenizer, written):
     def agent(base_url, prompt):
         first = ask(base_url, prompt)

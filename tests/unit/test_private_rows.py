@@ -18,7 +18,7 @@ import yaml
 
 from winnow.env.base import StepResult
 from winnow.env.dataset import DatasetConfig
-from winnow.env.private import AT_ONCE, LARGE_ARRAY, LazyList, private
+from winnow.env.private import AT_ONCE, LARGE_ARRAY, LazyDict, LazyList, private
 from winnow.env.tools import with_tools
 from winnow.tasks.agents import with_agent
 from winnow.types import Turn
@@ -84,6 +84,23 @@ READS = {
     "array": lambda x: np.array(x, dtype=object)[-1],
     "after a write": lambda x: (x.append(None), x[-2])[1],
 }
+DICT_READS = {
+    "index": lambda x: x["3"],
+    "get": lambda x: x.get("3"),
+    "values": lambda x: last(x.values()),
+    "items": lambda x: last(x.items())[1],
+    "star": lambda x: {**x}["3"],
+    "dict": lambda x: dict(x)["3"],
+    "keywords": lambda x: (lambda **row: row["3"])(**x),
+    "or": lambda x: (x | {})["3"],
+    "or, reflected": lambda x: ({} | x)["3"],
+    "update": lambda x: (found := {}, found.update(x), found["3"])[2],
+    "copy": lambda x: x.copy()["3"],
+    "pop": lambda x: x.pop("3"),
+    "popitem": lambda x: x.popitem()[1],
+    "setdefault": lambda x: x.setdefault("3", []),
+    "loop": lambda x: [x[key] for key in x][3],
+}
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
@@ -95,15 +112,19 @@ def test_whatever_is_read_of_a_long_list_is_private(read):
     assert original == LONG
 
 
-def test_a_large_dict_is_private():
+@pytest.mark.parametrize("read", DICT_READS.values(), ids=DICT_READS)
+def test_whatever_is_read_of_a_large_dict_is_private(read):
     original = copy.deepcopy(WIDE)
-    private(original)["3"].append("changed")
+    copied = private(original)
+    assert isinstance(copied, LazyDict)
+    read(copied).append("changed")
     assert original == WIDE
 
 
 @pytest.mark.parametrize("dumper", [yaml.SafeDumper, yaml.Dumper])
-def test_a_long_list_is_a_list_in_yaml_too(dumper):
-    assert yaml.safe_load(yaml.dump({"table": private(LONG)}, Dumper=dumper)) == {"table": LONG}
+def test_large_containers_are_plain_in_yaml_too(dumper):
+    written = yaml.dump({"list": private(LONG), "dict": private(WIDE)}, Dumper=dumper)
+    assert yaml.safe_load(written) == {"list": LONG, "dict": WIDE}
 
 
 def test_what_a_receiver_puts_into_a_long_list_stays_the_object_it_put_there():

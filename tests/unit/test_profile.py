@@ -72,7 +72,18 @@ def test_a_bad_value_names_file_line_and_key(tmp_path: Path, change: dict[str, A
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("line", ['{"id": "a", "n": 16, "corr', "[1, 2]", "7", "[" * 100_000, '{"id": "a"}', "\udcff"])
+@pytest.mark.usefixtures("no_garbage")
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"id": "a", "n": 16, "corr',
+        "[1, 2]",
+        "7",
+        "[" * 100_000,
+        '{"id": "a"}',
+        "\udcff",
+    ],
+)
 def test_what_is_no_line_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(json.dumps(LINE | {"id": "good"}).encode() + b"\n" + line.encode("utf-8", "surrogateescape"))

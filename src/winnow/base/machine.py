@@ -20,6 +20,11 @@ FAST = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """CPU flags that decide which dtype is fast."""
 
 
+def main_memory() -> int:
+    """Return the machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def processor() -> str:
     """Return the processor's name and `FAST` flags."""
     said = _first_core()

@@ -87,7 +87,7 @@ def run_config(path: Path, overrides: Sequence[str] | None) -> RunConfig:
     from ..config import load_config
 
     config = load_config(path, overrides or ())
-    from ..methods.tables import TABLES, options_of, task_options
+    from ..methods.tables import TABLES, options_of, task_options  # half a second
 
     options_of(config, TABLES)
     task_options(config.env)

@@ -22,7 +22,7 @@ def evaluate(model: Model, overrides: Overrides = None, config: Config = None, a
     eval_temperature=0.6 eval_top_p=0.95.
     """
     values = _settings(overrides, config)
-    from ..run.standalone import evaluate_model
+    from ..run.standalone import evaluate_model  # takes seconds
 
     show(evaluate_model(model, values), as_json)
 
@@ -43,7 +43,7 @@ def vote(
     Settings as for `eval`; 32 candidates a prompt unless eval_generations says otherwise.
     """
     values = _settings(overrides, config, eval_generations=32)
-    from ..study.vote import render, vote_model
+    from ..study.vote import render, vote_model  # takes seconds
 
     show(vote_model(model, values, [w.strip() for w in weights.split(",")]), as_json, render)
 

@@ -30,7 +30,7 @@ def warm_start(
     from ..config.options import build_options
     from ..run.inputs import build_task
     from ..study.warm_start import WarmStartConfig
-    from ..study.warm_start import warm_start as run
+    from ..study.warm_start import warm_start as run  # takes seconds
 
     task = build_task(values.pop("env"))
     show(run(task, output, config=build_options(WarmStartConfig, values, "warm start")), as_json)
@@ -53,7 +53,7 @@ def pass_rates(
     The file is a pass-rate profile. The same command continues an interrupted one.
     """
     values = settings(overrides, config)
-    from ..study.pass_rates import bars_of, profile_model
+    from ..study.pass_rates import bars_of, profile_model  # takes seconds
 
     console = progress_console(as_json)
     found = profile_model(model, values, n=n, prompts=prompts, output=output, console=console)
@@ -81,7 +81,7 @@ def simulate(
     if ends_at is not None and growth:
         raise ConfigError("growth: ends-at chooses it; give one of them")
     from ..study.simulate import growth_to
-    from ..study.simulate import simulate as run
+    from ..study.simulate import simulate as run  # takes seconds
 
     if ends_at is not None:
         growth = growth_to(c, rates, ends_at)

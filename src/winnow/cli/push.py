@@ -27,7 +27,7 @@ def push(run: Run, overrides: Overrides = None, as_json: Json = False) -> None:
     values = read_settings(None, overrides or (), read_config(run)) | {"push_to_hub": True, "output_dir": str(run)}
     config = validate(values, str(run / CONFIG))
     from ..run.hub import check_hub
-    from ..run.hub import push as upload
+    from ..run.hub import push as upload  # takes seconds
 
     check_hub(config)
     show(asdict(upload(run, config)), as_json, lambda f: f"{f['folder']} is in {f['repo']}: {f['url']}")

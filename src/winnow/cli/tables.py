@@ -57,7 +57,7 @@ def doctor(
         show(examine(), as_json, _findings)
         return
     values = settings(overrides)
-    from ..study.measure import measure as measured
+    from ..study.measure import measure as measured  # takes seconds
 
     console = progress_console(as_json)
     report = measured(model, values, lambda line: console.print(line, highlight=False, soft_wrap=True))

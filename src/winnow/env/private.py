@@ -1,8 +1,8 @@
 """Private copies of a row's values: what one rollout or reward function changes, no other one sees.
 
-Immutable values are passed as they are and containers are copied at once, but a large list copies its contents when it
-is first used, so a column that nobody reads costs one shallow copy. Other objects are deep-copied; those that cannot be
-(sockets, locks, open files, modules) are shared. An array above `LARGE_ARRAY` is read-only.
+Immutable values are passed as they are and small containers are copied at once. A large list or dict copies its
+contents when it is first used, so a column that nobody reads costs one shallow copy. Other objects are deep-copied;
+those that cannot be (sockets, locks, open files, modules) are shared. An array above `LARGE_ARRAY` is read-only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from yaml.representer import Representer, SafeRepresenter
 from ..types import Prompt
 
 AT_ONCE = 200
-"""Most values of a list that is copied at once."""
+"""Most values of a container that is copied at once."""
 LARGE_ARRAY = 16 << 20
 """Bytes."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, date, datetime, time, timedelta, Decimal, frozenset)
@@ -40,11 +40,13 @@ def private_prompt(prompt: Prompt) -> Prompt:
 
 
 def private(value: Any) -> Any:
-    """Return a copy of a value; of a large list one that copies its contents at the first use."""
+    """Return a copy of a value; of a large list or dict one that copies its contents at the first use."""
     try:
         return _copied(value, [AT_ONCE])
     except _LargeError:
-        return LazyList(value) if type(value) is list else _whole(value)
+        if type(value) is list:
+            return LazyList(value)
+        return LazyDict(value) if type(value) is dict else _whole(value)
 
 
 def _whole(value: Any) -> Any:
@@ -111,6 +113,25 @@ class LazyList(list[Any]):
         return list, (list(self),)
 
 
+class LazyDict(dict[Any, Any]):
+    """A dict that copies its values at the first use. Pickled or written as YAML or JSON, it is a plain dict."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        super().__init__(values)
+        self.source: dict[Any, Any] | None = values
+
+    def own(self) -> None:
+        with _copying:
+            if self.source is not None:
+                super().update(_whole(dict(zip(super().keys(), super().values(), strict=True))))
+                self.source = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
 def _owning(usual: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.source is not None:
@@ -120,9 +141,14 @@ def _owning(usual: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-_METHODS = "__getitem__ __setitem__ __delitem__ __iter__ __reversed__ __add__ __iadd__ __mul__ __rmul__ __imul__ append"
-_METHODS += " clear copy extend insert pop remove reverse sort"
-for _name in _METHODS.split():
+_LIST = "__getitem__ __setitem__ __delitem__ __iter__ __reversed__ __add__ __iadd__ __mul__ __rmul__ __imul__ append"
+_LIST += " clear copy extend insert pop remove reverse sort"
+_DICT = "__getitem__ __setitem__ __delitem__ __iter__ __or__ __ror__ __ior__ clear copy get items pop popitem"
+_DICT += " setdefault update values"
+for _name in _LIST.split():
     setattr(LazyList, _name, _owning(getattr(list, _name)))
-for _representer in (SafeRepresenter, Representer):  # in YAML, too, it is a plain list
+for _name in _DICT.split():
+    setattr(LazyDict, _name, _owning(getattr(dict, _name)))
+for _representer in (SafeRepresenter, Representer):  # in YAML, too, they are plain
     _representer.add_representer(LazyList, SafeRepresenter.represent_list)
+    _representer.add_representer(LazyDict, SafeRepresenter.represent_dict)

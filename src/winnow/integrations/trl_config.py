@@ -14,7 +14,6 @@ from ..config.options import MethodSpec, method, name_of
 from ..env.base import Task
 from ..env.workers.functions import compares_siblings
 from ..methods.advantage import ADVANTAGES, InUpdate
-from ..methods.select import SELECTORS
 from ..run.build_methods import Methods, build_methods, build_success
 from ..run.preflight import require_whole_groups
 from ..run.resolved import AUTO, Options
@@ -88,10 +87,11 @@ def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool, own_a
     `own_advantages`: Winnow's instead of TRL's.
     """
     names = {name: name for name in trainer.reward_func_names}
-    m = build_methods(c, Options.from_config(c), task.train, build_success(c, task, names, trainer.args.reward_weights))
+    options = Options.from_config(c)
+    m = build_methods(c, options, task.train, build_success(c, task, names, trainer.args.reward_weights))
     marks = {name: _mark(function) for name, function in zip(names, trainer.reward_funcs, strict=True)}
     require_whole_groups(c, m, marks)
-    for reason in (*_reasons(trainer, c, m, by_engine), *_of_own_advantages(trainer, c, m, own_advantages)):
+    for reason in (*_reasons(trainer, c, options, m, by_engine), *_of_own_advantages(trainer, c, m, own_advantages)):
         raise ConfigError(reason)
     return m
 
@@ -100,7 +100,7 @@ def _mark(function: Any) -> bool | None:
     return False if isinstance(function, torch.nn.Module) else compares_siblings(function)
 
 
-def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterator[str]:
+def _reasons(trainer: Any, c: RunConfig, options: Options, m: Methods, by_engine: bool) -> Iterator[str]:
     """Yield why these methods cannot work inside TRL."""
     advantage, args = m.advantage, trainer.args
     if isinstance(advantage, InUpdate) and advantage.weighing == "energy":
@@ -132,7 +132,7 @@ def _reasons(trainer: Any, c: RunConfig, m: Methods, by_engine: bool) -> Iterato
             "loss_type: bnpo weighs micro-batches alike, but gates and refill: false make their row counts differ; use "
             "dapo"
         )
-    if getattr(method(SELECTORS, c.selector, "selector"), "refresh_steps", None):
+    if getattr(options.methods["selector"][0], "refresh_steps", None):
         yield (
             "selector: refresh_steps rolls out all prompts now and then, which TRL cannot do; make a profile with "
             "`winnow pass-rates` and give profile"

@@ -145,7 +145,7 @@ class _Code:
         self._files.add(file)
         name, content = os.path.relpath(file, root), sha256(file)
         self.digests[name] = content if name not in self.digests else digest([self.digests[name], content])
-        with suppress(SyntaxError, ValueError):  # what imports it says so
+        with suppress(SyntaxError, ValueError, RecursionError):  # what imports it says so
             for module in _imports(ast.parse(file.read_bytes()), Path(name).parts):
                 self._add_import(module, root)
 

@@ -263,11 +263,12 @@ def build_policy(
 def _read_by_ranks(r: Resolved, saved: Path | None, tokenizer: Any) -> Policy | None:
     """Return the policy without base weights if ranks can read these from files, else None. That takes a directory, no
     adapter to train further, and no method that runs the whole model."""
-    c, start, (advantage,) = r.config, r.model, r.options.methods["advantage"]
+    c, start = r.config, r.model
     first = Path(located(c.model))
     folder = first if saved is None or c.lora is not None else saved
-    needs_model = getattr(advantage, "weighing", None) == "gradient"
-    if needs_model or start.model is not None or (start.adapter is not None and (folder != saved or c.keeps_reference)):
+    if r.options.gradient_baselines or start.model is not None:
+        return None
+    if start.adapter is not None and (folder != saved or c.keeps_reference):
         return None
     model = unloaded(folder) if folder.is_dir() else None
     if model is None:

@@ -12,14 +12,13 @@ from ..base.errors import ConfigError
 from ..base.files import absolute_paths, missing_paths
 from ..config import METHODS, RunConfig, load_config, validate
 from ..config.errors import answer_to, load_hints, suggestion
-from ..config.options import MethodSpec, method, name_of, section_of
+from ..config.options import MethodSpec, name_of, section_of
 from ..engine.initial_model import InitialModel
 from ..engine.loading import quiet_transformers
 from ..env.base import Demonstrator, Task
 from ..env.rewards.rewarder import RewardSpec
 from ..methods.tables import task_options
 from ..record.trackers import check_trackers
-from ..tasks import ENVS
 from .hub import check_hub
 from .preflight import in_steps
 from .resolve import resolve
@@ -133,7 +132,7 @@ class TrainerInputs:
         if name != "dataset" or taken:
             excess = f"`{taken[0]}`" if taken else f"name: {name}"
             raise ConfigError(f"train_dataset: rows are given, so env cannot have {excess}; leave it out")
-        config = method(ENVS, section | {"path": "train_dataset"}, "env")
+        config = task_options(section | {"path": "train_dataset"})
         return build_task(config.with_rows(self.train_dataset, self.eval_dataset))
 
     def _require_names(self, c: RunConfig, options: Options) -> None:

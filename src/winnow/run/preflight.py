@@ -14,7 +14,7 @@ import numpy as np
 
 from ..base import cluster
 from ..base.errors import ConfigError
-from ..base.machine import MIB
+from ..base.machine import MIB, main_memory
 from ..config import RunConfig, validate
 from ..config.options import name_of
 from ..engine.base import Engine, Request
@@ -32,7 +32,7 @@ from ..tasks.prompt_example import warn_of_plain_text
 from ..types import Job, Prompt, Visit
 from .budget import Shapes, engine_bytes
 from .build_methods import Methods
-from .resolved import Resolved, main_memory, sampling_params
+from .resolved import Resolved, sampling_params
 
 PROBED, PROBES_EACH = 4, 2
 """Prompts whose log-probabilities are compared at the start, and rollouts of each."""

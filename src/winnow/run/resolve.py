@@ -49,12 +49,12 @@ def resolve(
     values, why = model.decides(c)
     why |= dict.fromkeys(("dtype", "threads"), "as the run began" if resumed else "as configured")
 
-    spec = c.engine
+    spec, engine = c.engine, options.engine
     if name_of(spec) == AUTO:
         where = machine.device.type if alone else _sampler_device(options, machine.device.type)
         spec, because = choose_engine(c, parameters, where, machine.install_vllm)
         why |= {"engine": because} if on_gpu else {}
-    engine = method(ENGINES, spec, "engine")
+        engine = method(ENGINES, spec, "engine")
 
     dtype: str = "bfloat16" if machine.planned_gpus and c.dtype == "auto" else c.dtype
     preferred, why_preferred = choose_dtype(c, parameters, machine)
@@ -73,11 +73,12 @@ def resolve(
     if sizes.engine:
         spec, engine = section_of(spec) | sizes.engine, replace(engine, **sizes.engine)
     c = c.model_copy(update=sizes.values | {"engine": spec})
+    options = replace(options, engine=engine)
     return Resolved(
         config=c,
-        options=replace(options, engine=engine),
+        options=options,
         model=model,
-        engine=engine_for_run(c, replace(options, engine=engine), alone=alone),
+        engine=engine_for_run(c, options, alone=alone),
         device=machine.device,
         why=why | sizes.why,
         warnings=_slow_settings(c, machine, preferred, why_preferred),
@@ -85,20 +86,20 @@ def resolve(
     )
 
 
-def resolve_here(c: RunConfig, given: Any = None, *, alone: bool = False) -> Resolved:
-    """Resolve a run on this machine; reads the model's files. `given`: a loaded model instead of the named one."""
+def resolve_here(c: RunConfig, *, alone: bool = False) -> Resolved:
+    """Resolve a run on this machine; reads the model's files. Raises ConfigError as `resolve` does."""
     machine = Machine.here(c.device)
-    return resolve(c, Options.from_config(c), machine, InitialModel.from_config(c, given).read(c), alone=alone)
+    return resolve(c, Options.from_config(c), machine, InitialModel.from_config(c).read(c), alone=alone)
 
 
 # ---------------------------------------------------------------- engine
 
 
 def choose_engine(c: RunConfig, parameters: int, device: str, install_vllm: str = "") -> tuple[MethodSpec, str]:
-    """Return what `engine: auto` becomes, and why. `device`: device type of samplers; `install_vllm`:
-    how to install it, empty where it is installed.
+    """Return what `engine: auto` becomes, and why.
 
-    Options given with `name: auto` are kept; one that vLLM does not have selects the embedded engine.
+    `device`: device type of samplers. `install_vllm`: how to install it; empty where it is installed. Options given
+    with `name: auto` are kept; one that vLLM does not have selects the embedded engine.
     """
     options = section_of(c.engine)
     del options["name"]

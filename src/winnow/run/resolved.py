@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..base.machine import bfloat16_units, install, usable_threads
+from ..base.machine import bfloat16_units, install, main_memory, usable_threads
 from ..config import RunConfig
 from ..config.options import method, name_of
 from ..engine import ENGINES
@@ -78,6 +77,11 @@ class Options:
         return "own_devices" in getattr(self.learner, "provides", ())
 
     @property
+    def gradient_baselines(self) -> bool:
+        """Whether the advantage is computed from gradients, for which a learner runs the whole model."""
+        return getattr(self.methods["advantage"][0], "weighing", None) == "gradient"
+
+    @property
     def ranks(self) -> int:
         """GPUs that shard weights, gradients and optimizer."""
         ranks: Any = getattr(self.learner, "fsdp_size", None) or getattr(self.learner, "ranks", 1)
@@ -129,17 +133,12 @@ class Machine:
         )
 
 
-def main_memory() -> int:
-    """Return the machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 @dataclass(frozen=True)
 class Resolved:
     """A run with every choice made; nothing is loaded or built."""
 
     config: RunConfig
-    """With a value for every `auto` but `device`, which is looked for anew at a resume; what the run saves."""
+    """What the run saves: a value for every `auto` but `device`, for which each resume looks again."""
     options: Options
     model: InitialModel
     engine: Any
@@ -192,7 +191,7 @@ def rollout_options(
 
 def learner_context(c: RunConfig, options: Options) -> LearnerContext:
     """Return what the learner is built from. Outside a whole run `auto` means the learner's default."""
-    (advantage,), tokens = options.methods["advantage"], c.tokens_per_microbatch
+    tokens = c.tokens_per_microbatch
     return LearnerContext(
         LearnerOptions(
             optim=c.optim,
@@ -217,7 +216,7 @@ def learner_context(c: RunConfig, options: Options) -> LearnerContext:
         min_p=c.min_p,
         repetition_penalty=c.repetition_penalty,
         lora=c.lora is not None,
-        gradient_baselines=getattr(advantage, "weighing", None) == "gradient",
+        gradient_baselines=options.gradient_baselines,
         reward_env=c.reward_env,
     )
 

@@ -80,7 +80,7 @@ class Session:
         self._seconds_before = float(state["seconds_total"]) if state else 0.0
         parts.require_same(state["fingerprints"] if state else fingerprints_of(self.run_dir))
         self._code = code_of(c, [*parts.rewarder.specs, parts.task, *self._callbacks])
-        known = state.get("code", {}) if state else fingerprints_of(self.run_dir, "code")
+        known = state["code"] if state else fingerprints_of(self.run_dir, "code")
         self._changes = changes(known, self._code, state["loop"]["step"] if state else 0, strict=c.resume == "strict")
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
         write_json(self.run_dir / CHARTS, method_charts(c, parts.resolved.options), private=True)
