@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +124,11 @@ def python_of(text: str) -> str:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("my_reward", None)  # the next page has another of that name
 
 
 @pytest.mark.slow
