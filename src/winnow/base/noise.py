@@ -28,9 +28,11 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def noise_key(*words: int) -> int:
-    """Return the 64-bit key of integers, e.g. `noise_key(seed, ordinal, epoch, sibling, turn)`."""
-    key = 0
+def noise_key(*words: int, key: int = 0) -> int:
+    """Return the 64-bit key of integers, e.g. `noise_key(seed, ordinal, epoch, sibling, turn)`.
+
+    `key`: that of the words before these, where many keys begin alike.
+    """
     for word in words:
         key = mix(key + _GAMMA + mix(word & _MASK))
     return key

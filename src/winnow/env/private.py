@@ -41,6 +41,8 @@ def private_prompt(prompt: Prompt) -> Prompt:
 
 def private(value: Any) -> Any:
     """Return a copy of a value; of a large list or dict one that copies its contents at the first use."""
+    if type(value) in _IMMUTABLE:
+        return value
     try:
         return _copied(value, [AT_ONCE])
     except _LargeError:

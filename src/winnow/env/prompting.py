@@ -234,24 +234,22 @@ def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled
 def decode(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
     """Return the texts of sequences with special tokens such as `<think>`, but without bos, eos and padding."""
     unsaid = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    return _decoded(tokenizer, [[int(t) for t in ids if int(t) not in unsaid] for ids in sequences])
+    return _decoded(tokenizer, [[token for token in ids.tolist() if token not in unsaid] for ids in sequences])
 
 
 def decode_turns(tokenizer: Any, turns: Sequence[tuple[np.ndarray, str]]) -> list[str]:
     """Return the texts of turns, given as tokens and stop reason; without a special token that only ended one."""
-    ids = [without_end(tokenizer, tokens) if reason == "eos" else tokens for tokens, reason in turns]
-    return decode(tokenizer, ids) if ids else []
+    last = [tokens[-1:].tolist() if reason == "eos" else [] for tokens, reason in turns]
+    ends = [list(end) for end in {tuple(end) for end in last if end}]
+    texts = _decoded(tokenizer, ends, skip_special_tokens=True) if ends else []
+    unsaid = [end for end, text in zip(ends, texts, strict=True) if not text]
+    shown = [tokens[:-1] if end in unsaid else tokens for (tokens, _), end in zip(turns, last, strict=True)]
+    return decode(tokenizer, shown) if shown else []
 
 
 def decode_whole(tokenizer: Any, ids: np.ndarray) -> str:
     """Return the text of a sequence with every special token, for parsers of tool calls."""
     return _decoded(tokenizer, [ids.tolist()])[0]
-
-
-def without_end(tokenizer: Any, ids: np.ndarray) -> np.ndarray:
-    """Return token ids without a final special token, which only ended the turn."""
-    (shown,) = _decoded(tokenizer, [ids[-1:].tolist()], skip_special_tokens=True)
-    return ids if shown else ids[:-1]
 
 
 def _decoded(tokenizer: Any, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:

@@ -17,6 +17,28 @@ from ..env.prompting import NextMessages, encode_observation, encode_prompt, fir
 from ..types import Message, Prompt, Turn
 from .in_flight import Sibling
 
+MOST_TEXTS = 10_000
+"""Text prompts whose tokens are kept; later ones are encoded at every visit."""
+
+
+class PromptTokens:
+    """Tokens of first prompts. A text without an observation is encoded once in a run."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._of_text: dict[str, tuple[int, ...]] = {}
+
+    def of(self, prompt: Prompt, observation: str | None) -> tuple[int, ...]:
+        """Return what `encode_prompt` does."""
+        if prompt.text is None or prompt.messages is not None or observation is not None:
+            return encode_prompt(self._tokenizer, prompt, observation)
+        ids = self._of_text.get(prompt.text)
+        if ids is None:
+            ids = encode_prompt(self._tokenizer, prompt)
+            if len(self._of_text) < MOST_TEXTS:
+                self._of_text[prompt.text] = ids
+        return ids
+
 
 def begin(sibling: Sibling, prompt: Prompt, observation: str | None) -> None:
     """Remember the messages of a first prompt, to render them again with later turns."""

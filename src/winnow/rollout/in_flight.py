@@ -94,6 +94,8 @@ class Sibling:
 
     def context(self, segment: int = -1) -> tuple[int, ...]:
         """Return the prompt and tokens of a segment, -1 the last."""
+        if not (self.pieces or self.rollout.later_segments):
+            return self.rollout.prompt_ids
         segments = self.rollout.segments
         stops = [*[later.start for later in segments[1:]], self.length]
         tokens = [int(t) for ids, *_ in self.pieces for t in ids]
@@ -185,6 +187,8 @@ class Sibling:
 
     def _leave_out(self, abandoned: Sequence[int]) -> bool:
         """Take the tokens of abandoned turns for context, so that they are not trained; return whether all are."""
+        if not abandoned:
+            return False
         turns = self.rollout.turns
         left_out = [turns[number] for number in abandoned if number < len(turns)]
         starts = {turn.start for turn in left_out}
@@ -200,6 +204,8 @@ class Sibling:
         return bool(turns) and len(left_out) == len(turns)
 
     def _close_env(self) -> None:
+        if self.env is None:
+            return
         self.environment = getattr(self.env, "environment", None)
         self.rollout.notes += getattr(self.env, "notes", ())
         close = getattr(self.env, "close", None)
@@ -215,9 +221,6 @@ class Sibling:
     def finish(self, stop_reason: str, *, fate: Fate | None = None, reason: str = "") -> Rollout:
         """Close the rollout: after this it is only scored and booked."""
 
-        def joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
-            return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
-
         self.leave_barrier()
         if self._leave_out(getattr(self.env, "abandoned", ())) and fate is None:
             fate, reason = Fate.FAILED, ALL_ABANDONED
@@ -225,15 +228,22 @@ class Sibling:
         self.withdraw(self.length)  # a segment in which nothing was sampled
         self.running = False
         ended = self.rollout
-        ended.token_ids = joined([s[0] for s in self.pieces], np.int64)
-        ended.action_mask = joined([np.full(len(s[0]), s[1]) for s in self.pieces], np.bool_)
-        ended.sampler_logp = joined([s[2] for s in self.pieces], np.float32)
-        ended.versions = joined([s[3] for s in self.pieces], np.int32)
+        token_ids, sampled, logp, versions = zip(*self.pieces, strict=True) if self.pieces else ((), (), (), ())
+        ended.token_ids = _joined(token_ids, np.int64)
+        ended.action_mask = np.array(sampled, np.bool_).repeat([len(ids) for ids in token_ids])
+        ended.sampler_logp = _joined(logp, np.float32)
+        ended.versions = _joined(versions, np.int32)
         ended.stop_reason, ended.fate, ended.reason = stop_reason, fate, reason
         ended.text = "".join(t.action + (t.observation or "") for t in ended.turns)
         ended.confidence = np.concatenate(self.confidences) if self.confidences else None
         ended.raw_logp = np.concatenate(self.raw_logps) if self.raw_logps else None
         return ended
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    if len(arrays) == 1:
+        return arrays[0].astype(dtype)
+    return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 
 
 def reward_truncated(rollouts: Sequence[Rollout]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..base.errors import ConfigError
@@ -64,40 +64,57 @@ def turn_length_of(task: Task) -> int | None:
     return length
 
 
-def turn_request(
+AskedTurn = tuple[Sibling, tuple[str, ...], bool]
+"""A sibling that begins a turn, its stop strings, and whether the engine keeps its keys and values for another one."""
+
+
+def turn_requests(
     flight: Flight,
-    sibling: Sibling,
+    turns: Sequence[AskedTurn],
     options: RolloutOptions,
     *,
-    stop: tuple[str, ...],
     turn_length: int | None,
     report: frozenset[str],
-    keep: bool,
-) -> Request:
-    """Return the request, within the limits of turn, rollout and context.
+) -> list[Request]:
+    """Return the requests of turns that begin together, within the limits of turn, rollout and context.
 
-    Its noise is keyed by the rollout and the number of the turn, or by what an agent asks, whenever that arrives.
+    The noise is keyed by the rollout and the number of the turn, or by what an agent asks, whenever that arrives.
     """
-    visit, rollout, purpose = flight.visit, sibling.rollout, flight.job.purpose
-    turn = len(rollout.turns) if sibling.settings.key is None else sibling.settings.key
-    key = noise_key(options.seed, STREAMS[purpose], visit.prompt.ordinal, visit.epoch, rollout.sibling, turn)
-    context = sibling.context()
-    left = options.params.max_tokens - sibling.length
-    if options.context_length is not None:
-        left = min(left, options.context_length - len(context))
-    length = min(limit for limit in (left, turn_length, sibling.settings.max_tokens) if limit is not None)
-    params = replace(options.params, max_tokens=length, stop=stop)
-    if rollout.greedy:
-        params = replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-    return Request(
-        id=(*flight.key, rollout.sibling),
-        prompt_ids=context,
-        params=params,
-        key=key,
-        report_at=() if rollout.greedy else tuple(sorted(flight.token_gates)),
-        keep=keep,
-        confidence="confidence" in report,
-        raw_logp="raw_logp" in report,
-        last_hidden="last_hidden" in report,
-        draft=flight.draft(sibling)[:length] if options.drafts else (),
-    )
+    visit, purpose = flight.visit, flight.job.purpose
+    group_key = noise_key(options.seed, STREAMS[purpose], visit.prompt.ordinal, visit.epoch)
+    report_at = tuple(sorted(flight.token_gates))
+    params: dict[tuple[int, tuple[str, ...], bool], SamplingParams] = {}
+    drafts: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
+    requests = []
+    for sibling, stop, keep in turns:
+        rollout, context, before = sibling.rollout, sibling.context(), tuple(sibling.turn_tokens)
+        turn = len(rollout.turns) if sibling.settings.key is None else sibling.settings.key
+        left = options.params.max_tokens - sibling.length
+        if options.context_length is not None:
+            left = min(left, options.context_length - len(context))
+        length = min(limit for limit in (left, turn_length, sibling.settings.max_tokens) if limit is not None)
+        asked = length, stop, rollout.greedy
+        if asked not in params:
+            params[asked] = _sampling(options.params, *asked)
+        if options.drafts and before not in drafts:
+            drafts[before] = flight.draft(sibling)
+        requests.append(
+            Request(
+                id=(*flight.key, rollout.sibling),
+                prompt_ids=context,
+                params=params[asked],
+                key=noise_key(rollout.sibling, turn, key=group_key),
+                report_at=() if rollout.greedy else report_at,
+                keep=keep,
+                confidence="confidence" in report,
+                raw_logp="raw_logp" in report,
+                last_hidden="last_hidden" in report,
+                draft=drafts[before][:length] if options.drafts else (),
+            )
+        )
+    return requests
+
+
+def _sampling(params: SamplingParams, length: int, stop: tuple[str, ...], greedy: bool) -> SamplingParams:
+    params = replace(params, max_tokens=length, stop=stop)
+    return replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0) if greedy else params

@@ -14,18 +14,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..engine.base import Engine, Finished, Reached
-from ..env.base import ModelTurn, OverlappingEnv, StepResult, Task
+from ..env.base import Env, ModelTurn, OneTurn, OverlappingEnv, StepResult, Task
 from ..env.private import private_prompt
-from ..env.prompting import PromptError, cut_at_stop, decode, decode_turns, decode_whole, encode_prompt, stop_string_of
+from ..env.prompting import PromptError, cut_at_stop, decode, decode_turns, decode_whole, stop_string_of
 from ..env.rewards.rewarder import Rewarder
 from ..env.workers.calls import shared_calls
 from ..methods.gate import NamedRule
 from ..types import Fate, Group, Job, Purpose, Turn
 from .answers import OVERLAP, PATIENCE_S, Answers, Awaited
 from .gate_rules import ActiveRules
-from .history import append_or_restart, begin
+from .history import PromptTokens, append_or_restart, begin
 from .in_flight import Flight, Sibling, described, siblings_of
-from .options import RolloutOptions, check_drafts, turn_length_of, turn_request
+from .options import RolloutOptions, check_drafts, turn_length_of, turn_requests
 
 
 class RolloutRunner:
@@ -49,6 +49,9 @@ class RolloutRunner:
         self.rewarder = rewarder
         self.options = dict(options)
         self._turn_length = turn_length_of(task)
+        self._one_turn = getattr(type(task), "make_env", None) is OneTurn.make_env
+        """Whether the task has no environment at all: then no copy of a row is made for one."""
+        self._prompts = PromptTokens(tokenizer)
         check_drafts(self.options.values(), engine.provides)
         self._flights: dict[tuple[str, int], Flight] = {}
         self._answers = Answers()
@@ -76,9 +79,10 @@ class RolloutRunner:
             self._rules.assign(flight)
         self._flights[flight.key] = flight
         shared: tuple[int, ...] | None = None
+        ready: list[Sibling] = []
         for sibling in flight.siblings:
             try:
-                env = sibling.env = None if job.purpose == "probe" else self.task.make_env(private_prompt(visit.prompt))
+                env = sibling.env = self._environment(job)
                 if env is None:
                     shared = sibling.rollout.prompt_ids = shared or self._encode(job, None)
                 else:
@@ -89,8 +93,13 @@ class RolloutRunner:
             except (Exception, SystemExit) as error:
                 sibling.fail(f"could not start: {described(error)}")
                 continue
-            self._submit(flight, sibling)
+            ready.append(sibling)
+        self._submit(flight, ready)
         self._close_if_ended(flight)
+
+    def _environment(self, job: Job) -> Env | OverlappingEnv | None:
+        none = self._one_turn or job.purpose == "probe"
+        return None if none else self.task.make_env(private_prompt(job.visit.prompt))
 
     def _begin(self, job: Job, sibling: Sibling, observation: str | None) -> None:
         sibling.rollout.prompt_ids = self._encode(job, observation)
@@ -100,26 +109,26 @@ class RolloutRunner:
         if not isinstance(observation, str | None):
             raise TypeError(f"reset() must return a text or None, not {type(observation).__name__}")
         prompt, limit = job.visit.prompt, self.options[job.purpose].max_prompt_length
-        ids = encode_prompt(self.tokenizer, prompt, observation)
+        ids = self._prompts.of(prompt, observation)
         if len(ids) > limit:
             raise PromptError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
         return ids
 
-    def _submit(self, flight: Flight, sibling: Sibling) -> None:
+    def _submit(self, flight: Flight, siblings: Sequence[Sibling]) -> None:
+        """Ask the engine for turns that begin together; what it refuses fails one by one."""
         o, train = self.options[flight.job.purpose], flight.job.purpose == "train"
-        request = turn_request(
-            flight,
-            sibling,
-            o,
-            stop=self._stop(flight, sibling),
-            turn_length=self._turn_length,
-            report=o.report | (self._rules.needs if train else frozenset()),
-            keep=self._may_go_on(sibling),
-        )
+        turns = [(sibling, self._stop(flight, sibling), self._may_go_on(sibling)) for sibling in siblings]
+        report = o.report | (self._rules.needs if train else frozenset())
+        requests = turn_requests(flight, turns, o, turn_length=self._turn_length, report=report)
         try:
-            self.engine.submit([request])
-        except ValueError as error:  # equal causes are counted together
-            sibling.fail(f"the engine refused the prompt: {str(error).removeprefix(f'request {request.id!r}: ')}")
+            self.engine.submit(requests)
+        except ValueError:  # it has queued none of them
+            for sibling, request in zip(siblings, requests, strict=True):
+                try:
+                    self.engine.submit([request])
+                except ValueError as error:  # equal causes are counted together
+                    cause = str(error).removeprefix(f"request {request.id!r}: ")
+                    sibling.fail(f"the engine refused the prompt: {cause}")
 
     def _may_go_on(self, sibling: Sibling) -> bool:
         """Return whether another turn may follow and the engine can keep keys and values for it."""
@@ -127,8 +136,8 @@ class RolloutRunner:
         return more and "keep_kv" in self.engine.provides
 
     def _stop(self, flight: Flight, sibling: Sibling) -> tuple[str, ...]:
-        run = self.options[flight.job.purpose].params.stop
-        return tuple(dict.fromkeys((*run, *self.task.stop, *sibling.settings.stop)))
+        stop = (*self.options[flight.job.purpose].params.stop, *self.task.stop, *sibling.settings.stop)
+        return tuple(dict.fromkeys(stop)) if stop else ()
 
     def poll(self) -> list[Group]:
         """Run one engine step; return the finished and scored groups, in launch order."""
@@ -246,7 +255,7 @@ class RolloutRunner:
             for flight in self._flights.values():
                 for sibling in self._rules.give_up(flight):
                     sibling.leave_barrier()
-                    self._submit(flight, sibling)
+                    self._submit(flight, [sibling])
         return arrived
 
     def _take_answers(self) -> None:
@@ -261,7 +270,7 @@ class RolloutRunner:
                     self._end_episode(flight, sibling, limit)
                 elif sibling.running and not sibling.rollout.turns:
                     self._begin(flight.job, sibling, result)
-                    self._submit(flight, sibling)
+                    self._submit(flight, [sibling])
                 elif sibling.running:
                     self._observed(flight, sibling, result)
             except Exception as error:
@@ -322,7 +331,7 @@ class RolloutRunner:
         if not sibling.rollout.greedy and any(k == len(sibling.rollout.turns) for k, _ in flight.undecided):
             sibling.waiting_since = time.monotonic()
         else:
-            self._submit(flight, sibling)
+            self._submit(flight, [sibling])
 
     def _use_up(self, flight: Flight, sibling: Sibling, limit: str, *, rewarded: bool = False) -> None:
         """End a rollout at a limit, with the reward that its environment gives it then, unless it has just given it."""
@@ -379,9 +388,10 @@ class RolloutRunner:
             for sibling in flight.gated:
                 if sibling.running:
                     sibling.leave_barrier()
-                    self._submit(flight, sibling)
+                    self._submit(flight, [sibling])
         if flight.group is None and not any(s.running for s in flight.siblings):
-            self.engine.cancel((*flight.key, s.rollout.sibling) for s in flight.siblings)
+            if self.task.max_turns > 1:  # else the engine has kept nothing for another turn
+                self.engine.cancel((*flight.key, s.rollout.sibling) for s in flight.siblings)
             flight.group, flight.ended = flight.closed(), self.engine.clock
             unscored = any(r.fate is None and r.reward is None for r in flight.group.rollouts)
             if unscored and flight.job.purpose != "probe":
