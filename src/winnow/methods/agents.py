@@ -51,7 +51,9 @@ def filter_without_row(group: Group, *, mask_truncated: bool) -> None:
 
 def unrewarded_tokens(rollout: Rollout) -> int:
     """Return the number of tokens sampled as agents without a reward, where others have one: none is trained."""
-    parts = [part for part in rollout.parts() if rollout.agent_rewards and part.agent not in rollout.agent_rewards]
+    if not rollout.agent_rewards:
+        return 0
+    parts = [part for part in rollout.parts() if part.agent not in rollout.agent_rewards]
     return sum(int(np.count_nonzero(part.action_mask)) for part in parts)
 
 

@@ -8,8 +8,11 @@ import math
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..base.errors import ExpectedError
 from ..base.files import private_file
@@ -172,8 +175,14 @@ NUMBERED = {name: "row" for name in COLUMNS if name != "meta"} | {"restarts": "n
 
 def insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
     """Add rows to a table; values are in the order of its columns."""
-    stored = [tuple(value + 0.0 if isinstance(value, float) else value for value in row) for row in rows]  # no -0.0
-    db.executemany(_INSERT[table], [(*row, checksum(row)) for row in stored])
+    stored = []
+    for row in rows:
+        text = repr(row)
+        if "-0.0" in text:  # SQLite would store -0.0 as 0.0
+            row = tuple(value + 0.0 if isinstance(value, float) else value for value in row)
+            text = repr(row)
+        stored.append((*row, _checksum(text)))
+    db.executemany(_INSERT[table], stored)
 
 
 def checksum(row: tuple[Any, ...]) -> int:
@@ -181,7 +190,11 @@ def checksum(row: tuple[Any, ...]) -> int:
 
     Protects against damage, not forgery: anyone who can write the file can write its checksums.
     """
-    return int.from_bytes(hashlib.blake2b(repr(row).encode(), digest_size=8).digest(), "little", signed=True)
+    return _checksum(repr(row))
+
+
+def _checksum(row: str) -> int:
+    return int.from_bytes(hashlib.blake2b(row.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def damaged_rows(db: sqlite3.Connection, table: str) -> Iterator[str]:
@@ -222,19 +235,27 @@ def rollout_row(where: str, visit: int, step: int, r: Rollout) -> tuple[Any, ...
         raise ValueError(f"{where}: fate trained without a reward.")
     versions = r.versions[r.action_mask]
     tokens = len(versions)
-    counts = sum(len(segment.prompt_ids) for segment in r.segments), tokens, len(r.token_ids) - tokens
+    prompt_tokens = len(r.prompt_ids) + sum(len(segment.prompt_ids) for segment in r.later_segments)
+    counts = prompt_tokens, tokens, len(r.token_ids) - tokens
     reward = None if r.reward is None else float(r.reward)
-    lag = (int(versions.min()), int(versions.max())) if tokens else (None, None)
+    lag = (int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))) if tokens else (None, None)
     rest = float(r.seconds), r.stop_reason, float(r.survival_p)
     return visit, r.sibling, step, r.fate.value, clean(r.reason), *counts, reward, as_json(r.rewards), *lag, *rest
 
 
 def as_json(values: Mapping[str, Any]) -> str:
     """Return canonical JSON of numbers; null for absent or non-finite ones."""
-    finite = {k: float(v) if v is not None and math.isfinite(v) else None for k, v in values.items()}
-    return json.dumps(finite, sort_keys=True)
+    entries = []
+    for name in sorted(values):
+        value = values[name]
+        finite = value is not None and math.isfinite(value)
+        entries.append(f"{_quoted(name)}: {float(value)!r}" if finite else f"{_quoted(name)}: null")
+    return f"{{{', '.join(entries)}}}"
+
+
+_quoted = lru_cache(maxsize=1_000)(json.dumps)
 
 
 def clean(text: str) -> str:
     """Return text that SQLite can store: lone surrogates as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -88,7 +88,8 @@ class Tally:
             distinct = {rollout.token_ids.tobytes() for rollout in siblings if rollout.reward is not None}
             self.distinct.append(len(distinct) / len(rewards))
         for rollout in group.rollouts:
-            tokens = int(np.count_nonzero(rollout.action_mask))
+            logp = rollout.sampler_logp[rollout.action_mask]
+            tokens = len(logp)
             sampled = tokens + rollout.abandoned_tokens
             self.rollouts += 1
             self.sampled_tokens += sampled
@@ -100,7 +101,7 @@ class Tally:
                 continue
             self.lengths.append(tokens)
             self.drawn_tokens += tokens
-            self.drawn_nats -= float(rollout.sampler_logp[rollout.action_mask].sum(dtype=np.float64))
+            self.drawn_nats -= float(np.add.reduce(logp, dtype=np.float64))
             if rollout.truncated:
                 self.truncated[LIMITS[rollout.stop_reason]] += 1
             self.turns.append(len(rollout.turns))
@@ -120,8 +121,8 @@ class Tally:
             self.tokens[rollout.fate] += int(np.count_nonzero(rollout.action_mask)) - unrewarded
             if unrewarded:
                 self.tokens[UNREWARDED] += unrewarded
-            if rollout.abandoned_tokens:
-                self.tokens["abandoned"] += rollout.abandoned_tokens
+            if abandoned := rollout.abandoned_tokens:
+                self.tokens["abandoned"] += abandoned
 
     @property
     def judged(self) -> int:

@@ -49,8 +49,8 @@ class Drafts:
 
     def observe(self, group: Group) -> None:
         """Remember what a group has sampled; beyond `MAX_DRAFT_BYTES`, forget the prompts visited longest ago."""
-        sampled = [_turns(rollout) for rollout in group.siblings if rollout.turns]
-        if not (self.on and sampled):
+        sampled = [_turns(rollout) for rollout in group.siblings if rollout.turns] if self.on else []
+        if not sampled:
             return
         self._bytes += _bytes(sampled) - _bytes(self._last.pop(group.prompt.ordinal, []))
         self._last[group.prompt.ordinal] = sampled

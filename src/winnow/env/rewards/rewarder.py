@@ -326,18 +326,22 @@ class Rewarder:
 
     def _write(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
         """Write the reward, or fate and reason, of one rollout."""
-        judged = list(zip(self._functions, outcomes, strict=True))
-        rollout.rewards = {f.name: None if isinstance(o, Exception) else o for f, o in judged}
-        values = [f.weight * o for f, o in judged if isinstance(o, float)]
-        cause = next((f"reward {f.name}: {self._cause(f, o)}" for f, o in judged if isinstance(o, Exception)), "")
+        rollout.rewards, values, cause = {}, [], ""
+        for function, outcome in zip(self._functions, outcomes, strict=True):
+            rollout.rewards[function.name] = None if isinstance(outcome, Exception) else outcome
+            if isinstance(outcome, float):
+                values.append(function.weight * outcome)
+            elif outcome is not None and not cause:
+                cause = f"reward {function.name}: {self._cause(function, outcome)}"
+        reward = sum(values)
         if not cause and not values:
             cause = "no reward function applied"
-        if not cause and not abs(sum(values)) <= MAX_REWARD:
-            cause = f"the weighted sum of rewards is {sum(values)}"
-        if cause := redact(cause, self._workers.env):
-            rollout.fate, rollout.reason = Fate.FAILED, cause
+        if not cause and not abs(reward) <= MAX_REWARD:
+            cause = f"the weighted sum of rewards is {reward}"
+        if cause:
+            rollout.fate, rollout.reason = Fate.FAILED, redact(cause, self._workers.env)
         else:
-            rollout.reward = sum(values)
+            rollout.reward = reward
 
 
 def _reward_model(spec: Any, device: str) -> RewardModel | None:
