@@ -41,6 +41,7 @@ def measure(model: Path, steps: int) -> dict[str, Any]:
     """Return CPU milliseconds a group by part, over `steps` steps after `WARM_STEPS` others."""
     import yaml
 
+    from winnow.base.machine import heap_frozen
     from winnow.config import validate
     from winnow.run.trainer import Trainer
 
@@ -73,8 +74,9 @@ def measure(model: Path, steps: int) -> dict[str, Any]:
         loop.collector.end_step = counted  # type: ignore[method-assign]
         shares.book()
         shares.seconds.clear()
-        for _ in range(steps):
-            trainer.step()
+        with heap_frozen():  # as in `Trainer.train`
+            for _ in range(steps):
+                trainer.step()
         shares.book()
         trainer.close()
     seconds = shares.seconds

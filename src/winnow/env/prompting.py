@@ -149,7 +149,8 @@ def _encoded(tokenizer: Any, prompt: Prompt, text: str, *, whole: bool = False) 
     """Encode text; `whole`: it already has its special tokens, as a chat template writes them."""
     try:
         bare: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return bare if whole else as_beginning(tokenizer, tokenizer.encode(text), bare)
+        alone = whole or (bare and not tokenizer.num_special_tokens_to_add())
+        return bare if alone else as_beginning(tokenizer, tokenizer.encode(text), bare)
     except Exception as error:  # tokenizers' own: a vocabulary without bytes or unknown token cannot encode every text
         raise PromptError(f"prompt '{prompt.id}': the tokenizer cannot encode its text: {error}") from None
 

@@ -75,7 +75,8 @@ def verify_steps(text: str, numbers: Sequence[int], target: int) -> bool:
             return False
         a, op, b, result = int(match[1]), match[2], int(match[3]), int(match[4])
         remaining.subtract((a, b))
-        if min(remaining[a], remaining[b]) < 0 or _apply(op, Fraction(a), Fraction(b)) != result:
+        right = b != 0 and a == b * result if op == "/" else _apply(op, a, b) == result
+        if min(remaining[a], remaining[b]) < 0 or not right:
             return False
         remaining[result] += 1
     return remaining[target] == 1
@@ -91,7 +92,7 @@ def _leading_zero(digits: str) -> bool:
     return len(digits) > 1 and digits[0] == "0"
 
 
-def _apply(op: str, a: Fraction, b: Fraction) -> Fraction | None:
+def _apply(op: str, a: Any, b: Any) -> Any:
     """Return the result of one operation; None for a division by zero."""
     if op == "+":
         return a + b
