@@ -11,7 +11,7 @@ and steps as numbers, but no learner, weights or evaluation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import PositiveInt, TypeAdapter
@@ -27,7 +27,7 @@ from .methods.select import StreamSelector
 from .methods.size import GroupSize, checked_additional_size, checked_size
 from .record.account import Account
 from .record.failures import FailureWatch, cause_of
-from .record.step_metrics import Tally
+from .record.step_metrics import Tally, TokenTotals
 from .record.stop_conditions import Limits, RunStoppedError, StopConditions
 from .reuse import Reuse, UsedState
 from .rollout.in_flight import reward_truncated
@@ -69,6 +69,8 @@ class CollectorState(State):
     """None without `reuse`."""
     drafts: DraftsState
     num_decoded_tokens: Count
+    num_computed_tokens: Count | None = None
+    """Earlier versions did not count them."""
 
 
 class LoopState(CollectorState):
@@ -104,7 +106,7 @@ class Collector:
     drafts: Drafts = field(default_factory=Drafts)
 
     def __post_init__(self) -> None:
-        self.num_tokens = self.num_decoded_tokens = 0
+        self.totals = TokenTotals()
         self.stop: RunStoppedError | None = None
         """Error that ends the run, once no progress is possible."""
         self.tally = Tally(self.judge)
@@ -133,8 +135,7 @@ class Collector:
         with self.tally.phase("generate"):
             batch = self._collect(step)._replace(again=again)
         if self.stop is not None and not batch.groups:
-            self.num_tokens += self.tally.sampled_tokens
-            self.num_decoded_tokens += self.tally.decoded_tokens
+            self.totals.add(self.tally)
         return batch
 
     def _again(self, step: int) -> list[Group]:
@@ -173,10 +174,8 @@ class Collector:
     def end_step(self, step: int, groups: list[Group], update: Mapping[str, float]) -> dict[str, float]:
         """Close the account of the step from version `step`; return its metrics. `update`: metrics from elsewhere."""
         metrics = self.tally.metrics()
-        self.num_tokens += self.tally.sampled_tokens
-        self.num_decoded_tokens += self.tally.decoded_tokens
-        counts = {"num_tokens": self.num_tokens, "num_decoded_tokens": self.num_decoded_tokens}
-        metrics |= {"step": step + 1, **counts, "groups/effective": float(len(groups))}
+        self.totals.add(self.tally)
+        metrics |= {"step": step + 1, **self.totals.metrics(), "groups/effective": float(len(groups))}
         metrics |= {**update, **self._method_metrics, **self.selector.metrics()}
         metrics |= {} if self.reuse is None else self.reuse.metrics
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
@@ -327,7 +326,7 @@ class Collector:
             raise RuntimeError("a checkpoint is taken between steps only, with no group in flight")
         stops = self.audits.stops
         return {
-            "num_tokens": self.num_tokens,
+            **asdict(self.totals),
             "skipped_steps": self._stop_conditions.skipped_steps,
             "solved_steps": self._stop_conditions.solved_steps,
             "undecided": self.judge.success.undecided,
@@ -341,13 +340,12 @@ class Collector:
             "gates": {name: state_with_audit(gate, stops.get(name)) for name, gate in self.gates.items()},
             "reuse": None if self.reuse is None else self.reuse.state_dict(),
             "drafts": self.drafts.state_dict(),
-            "num_decoded_tokens": self.num_decoded_tokens,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | CollectorState) -> None:
         """Restore a state. Raises ValueError on one that this configuration cannot have."""
         saved = CollectorState.of(state)
-        self.num_tokens, self.num_decoded_tokens = saved.num_tokens, saved.num_decoded_tokens
+        self.totals = TokenTotals(saved.num_tokens, saved.num_decoded_tokens, saved.num_computed_tokens)
         conditions = self._stop_conditions
         conditions.skipped_steps, conditions.solved_steps = saved.skipped_steps, saved.solved_steps
         if not self.judge.success.declared:

@@ -253,6 +253,8 @@ class Rollout:
     """Reward of each agent, where they have rewards of their own; `reward` is then their mean."""
     num_reused_tokens: int = 0
     """Sampled tokens that took no decoding step of their own: of a draft, or decoded once for some siblings."""
+    num_computed_tokens: int | None = 0
+    """Positions that went through the model to sample it (`Finished.num_computed_tokens`); None: unknown."""
 
     @property
     def truncated(self) -> bool:
@@ -293,6 +295,11 @@ class Rollout:
     def decision_of(self, gate: str) -> Decision | None:
         """Return the decision of a gate, by its name; None if it made none."""
         return next((d for d in self.decisions if d.gate == gate), None)
+
+
+def sum_known(a: int | None, b: int | None) -> int | None:
+    """Return the sum; None if one is unknown."""
+    return None if a is None or b is None else a + b
 
 
 Purpose = Literal["train", "eval", "greedy", "profile", "probe"]

@@ -38,12 +38,14 @@ def require_equal(found: dict[Any, Finished], wanted: dict[Any, Finished]) -> No
 
 
 class Counted:
-    """Rows of all decode steps, and tokens that went through the model to start turns: whole, or after kept ones."""
+    """Rows of all decode steps, and tokens that went through the model to start turns: whole, after kept ones, or as
+    drafts."""
 
     def __init__(self, engine: LocalEngine) -> None:
-        self.decoded = self.prefilled = self.extended = 0
+        self.decoded = self.prefilled = self.extended = self.read = 0
         backend: Any = engine._backend
         decode, prefill, extend = backend.decode, backend.prefill, backend.extend
+        read = getattr(backend, "read", None)
 
         def counting_decode(tokens: Any, *rest: Any) -> Any:
             self.decoded += len(tokens)
@@ -57,4 +59,9 @@ class Counted:
             self.extended += sum(map(len, tails))
             return extend(tails, past)
 
+        def counting_read(drafts: Any, past: Any) -> Any:
+            self.read += sum(map(len, drafts))
+            return read(drafts, past)
+
         backend.decode, backend.prefill, backend.extend = counting_decode, counting_prefill, counting_extend
+        backend.read = counting_read

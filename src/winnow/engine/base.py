@@ -141,6 +141,9 @@ class Finished:
     """float32 [T] if requested; see `Reached`."""
     num_reused_tokens: int = 0
     """Tokens among them that took no decoding step of their own: of a draft, or decoded once for some siblings."""
+    num_computed_tokens: int | None = None
+    """Positions that went through the model for it: of the prompt, of a draft, of its decoding steps. What siblings
+    share counts for the first of them. None: the engine does not count them."""
 
 
 Event = Reached | Finished

@@ -77,7 +77,7 @@ class Sequences:
                 left.append(self.waiting.pop(id_))
                 empty = np.zeros(0)
                 args = empty.astype(np.int64), empty.astype(np.float32), empty.astype(np.int32)
-                events.append(Finished(id_, *args, "cancelled", 0.0))
+                events.append(Finished(id_, *args, "cancelled", 0.0, num_computed_tokens=0))
             elif id_ in self.table.row_of:
                 rows.append(self.table.row_of[id_])
                 events.append(self._finished(rows[-1], "cancelled", None))

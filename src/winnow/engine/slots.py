@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +68,10 @@ class SlotTable:
         """Rows with requested `raw_logp`."""
         self.num_reused_tokens = np.zeros(slots, dtype=np.int64)
         """Tokens among those sampled that took no decoding step of their own."""
+        self.num_computed_tokens = np.zeros(slots, dtype=np.int64)
+        """Positions that went through the model for each row."""
+        self.counts_computed = True
+        """Whether the engine counts them."""
         self.requests: list[Request] = []
         self.row_of: dict[Hashable, int] = {}
         self.clock = 0.0
@@ -98,7 +102,7 @@ class SlotTable:
         self._remember(rows, requests)
         self.confident[rows] = [r.confidence for r in requests]
         self.raw[rows] = [r.raw_logp for r in requests]
-        self.num_reused_tokens[rows] = 0
+        self.num_reused_tokens[rows] = self.num_computed_tokens[rows] = 0
         self._clock_in[rows] = self.clock
         self.row_of.update(zip((r.id for r in requests), range(rows.start, rows.stop), strict=True))
         self.requests += requests
@@ -130,6 +134,11 @@ class SlotTable:
             self.confidence[at] = drawn.confidence_N
         if drawn.raw_logp_N is not None:
             self.raw_logp[at] = drawn.raw_logp_N
+
+    def computed(self, tokens: Mapping[Hashable, int]) -> None:
+        """Count positions that went through the model to start sequences."""
+        for id_, n in tokens.items():
+            self.num_computed_tokens[self.row_of[id_]] += n
 
     def rearm(self, row: int) -> None:
         """Set the alarm to the next count of `report_at` or the limit."""
@@ -163,7 +172,9 @@ class SlotTable:
     def finished(self, row: int, reason: str, versions: np.ndarray, hidden: np.ndarray | None = None) -> Finished:
         id_, tokens, seconds = self.requests[row].id, self.sampled(row)[0].copy(), self.clock - self._clock_in[row]
         logp, confidence, raw_logp = self._reported(row)
-        more = confidence, hidden, raw_logp, int(self.num_reused_tokens[row])
+        computed = int(self.num_computed_tokens[row]) if self.counts_computed else None
+        counts = int(self.num_reused_tokens[row]), computed
+        more = confidence, hidden, raw_logp, *counts
         return Finished(id_, tokens, logp, versions, reason, float(seconds), *more)
 
     def remove(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -184,8 +195,9 @@ class SlotTable:
         for rows_last in (self.ints, self.floats):
             rows_last[:, targets] = rows_last[:, sources]
         flags, values = (self.greedy, self.confident, self.raw), (self.logp, self.confidence, self.raw_logp)
-        others = self.tokens, self.weights, self.penalty, self.context, self.num_reused_tokens, self._clock_in
-        for rows_first in (*flags, *values, *others):
+        counts = self.num_reused_tokens, self.num_computed_tokens
+        others = self.tokens, self.weights, self.penalty, self.context, self._clock_in
+        for rows_first in (*flags, *values, *counts, *others):
             rows_first[targets] = rows_first[sources]
         moved = [self.requests[source] for source in sources]
         for target, request in zip(targets.tolist(), moved, strict=True):

@@ -286,6 +286,7 @@ class TrlSampler(JobQueue):
                 versions=np.where(mask, self.version, -1).astype(np.int32),
                 stop_reason="eos" if token_ids and token_ids[-1] in ends else "length",
                 text=completion if isinstance(completion, str) else str(completion[-1].get("content") or ""),
+                num_computed_tokens=None,
             )
 
     def publish(self, rules: Sequence[NamedRule], version: int) -> None:

@@ -6,12 +6,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from ..methods.agents import unrewarded_tokens
 from ..methods.group_kind import GroupJudge
-from ..types import LIMITS, Fate, Group, GroupKind
+from ..types import LIMITS, Fate, Group, GroupKind, sum_known
 from .failures import Failures
 
 ZERO = "frac_reward_zero_std"
@@ -44,6 +45,8 @@ class Tally:
         """This and `rollouts` include greedy baselines, which other figures leave out."""
         self.decoded_tokens = 0
         """Sampled tokens that took a decoding step of their own."""
+        self.computed_tokens: int | None = 0
+        """Positions that went through the model to sample them; None: an engine does not count them."""
         self.drawn_tokens, self.drawn_nats = 0, 0.0
         """Sampled tokens without greedy baselines, and minus the sum of their log-probabilities."""
         self.truncated: Counter[str] = Counter()
@@ -94,6 +97,7 @@ class Tally:
             self.rollouts += 1
             self.sampled_tokens += sampled
             self.decoded_tokens += sampled - rollout.num_reused_tokens
+            self.computed_tokens = sum_known(self.computed_tokens, rollout.num_computed_tokens)
             self.barrier_wait_s += rollout.barrier_wait_s
             if rollout.fate == Fate.FAILED:
                 self.failed.add(rollout.reason, group.prompt.id)
@@ -202,6 +206,30 @@ class Tally:
             return {}
         kinds = [GroupKind.EASY, GroupKind.HARD, *([GroupKind.UNKNOWN] if self.kinds[GroupKind.UNKNOWN] else [])]
         return {ZERO: share} | {f"frac_zero_{kind}": self.kinds[kind] / self.judged for kind in kinds}
+
+
+@dataclass
+class TokenTotals:
+    """Tokens of a run's finished training groups; the fields are metrics, and keys of a checkpoint."""
+
+    num_tokens: int = 0
+    """Sampled."""
+    num_decoded_tokens: int = 0
+    """Sampled, but neither accepted from a draft nor decoded together with a sibling's."""
+    num_computed_tokens: int | None = 0
+    """Positions that went through the model to sample them: decoded, prefilled, read as a draft. None: unknown."""
+
+    def add(self, tally: Tally) -> None:
+        """Add a step."""
+        self.num_tokens += tally.sampled_tokens
+        self.num_decoded_tokens += tally.decoded_tokens
+        self.num_computed_tokens = sum_known(self.num_computed_tokens, tally.computed_tokens)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the known ones. Decoded tokens alone would count a draft that was read as free."""
+        if self.num_computed_tokens is None:
+            return {"num_tokens": self.num_tokens}
+        return asdict(self)
 
 
 def _zero_share(kinds: Counter[GroupKind]) -> float | None:

@@ -22,7 +22,21 @@ from ..env.workers.calls import shared_calls
 from ..env.workers.functions import describe_error
 from ..env.workers.worker import WorkerError
 from ..methods.agents import agents_of, named
-from ..types import LIMITS, Decision, EnvStep, Fate, GatePoint, Group, GroupView, Job, Message, Rollout, Segment, Visit
+from ..types import (
+    LIMITS,
+    Decision,
+    EnvStep,
+    Fate,
+    GatePoint,
+    Group,
+    GroupView,
+    Job,
+    Message,
+    Rollout,
+    Segment,
+    Visit,
+    sum_known,
+)
 
 ALL_ABANDONED = (
     "the agent gave up every request before its answer (its client timed out, or its task was cancelled); give its "
@@ -80,6 +94,7 @@ class Sibling:
             self.raw_logps.append(turn.raw_logp)
         self.rollout.seconds += turn.seconds
         self.rollout.num_reused_tokens += turn.num_reused_tokens
+        self.rollout.num_computed_tokens = sum_known(self.rollout.num_computed_tokens, turn.num_computed_tokens)
 
     def withdraw(self, length: int) -> None:
         """Take back what was added since the rollout had this length: an observation, or a segment without tokens."""

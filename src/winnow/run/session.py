@@ -378,7 +378,7 @@ class Session:
         return self._seconds_before + time.monotonic() - self._begun_at
 
     def _totals(self) -> dict[str, float]:
-        tokens = self.loop.collector.num_tokens
+        tokens = self.loop.collector.totals.num_tokens
         return {"step": self.loop.step, "num_tokens": tokens, "seconds_total": self._seconds()}
 
     def _save_if_due(self, step: int, force: bool) -> None:

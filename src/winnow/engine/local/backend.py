@@ -149,3 +149,27 @@ def _causal_mask(positions_BS: torch.Tensor, columns: int, dtype: torch.dtype) -
     open_ = torch.arange(columns, device=positions_BS.device) <= positions_BS[..., None]
     mask = torch.zeros(open_.shape, dtype=dtype, device=open_.device)
     return mask.masked_fill_(~open_, -torch.inf)[:, None]
+
+
+@dataclass(slots=True)
+class WaitingPrompt:
+    """A prompt, kept until the last request for it has started."""
+
+    waiting: int = 0
+    prefilled: Prefilled | None = None
+    index: int = 0
+    computed: int = 0
+    """Tokens of its prefill, until a sequence has started from it."""
+
+    def hidden(self) -> torch.Tensor:
+        """Return the hidden state at its last token."""
+        assert self.prefilled is not None
+        return self.prefilled.last.hidden_NH[self.index : self.index + 1]
+
+    def past(self, ids: tuple[int, ...]) -> Kept:
+        """Return its keys and values."""
+        assert self.prefilled is not None
+        keys, values = (
+            [t[self.index, :, : len(ids)] for t in ts] for ts in (self.prefilled.keys, self.prefilled.values)
+        )
+        return Kept(ids, keys, values)

@@ -22,7 +22,7 @@ from ..facts import Facts
 from ..loading import ModelReference, resolve_device
 from ..sequences import SequenceEngine, Sequences
 from ..slots import Drawn
-from .backend import Kept, KeptSequences, Output, Prefilled, Read
+from .backend import Kept, KeptSequences, Output, Prefilled, Read, WaitingPrompt
 from .cache import CacheRows, Chunk, KVCache, padded, plan
 from .hf import DTYPES, fixed_columns, make_backend
 from .llama import LlamaBackend
@@ -68,28 +68,6 @@ class LocalOptions:
         return LocalEngine(model.load(), tokenizer, device=model.device, **asdict(self))
 
 
-@dataclass(slots=True)
-class _Prompt:
-    """A prompt, kept until the last request for it has started."""
-
-    waiting: int = 0
-    prefilled: Prefilled | None = None
-    index: int = 0
-
-    def hidden(self) -> torch.Tensor:
-        """Return the hidden state at its last token."""
-        assert self.prefilled is not None
-        return self.prefilled.last.hidden_NH[self.index : self.index + 1]
-
-    def past(self, ids: tuple[int, ...]) -> Kept:
-        """Return its keys and values."""
-        assert self.prefilled is not None
-        keys, values = (
-            [t[self.index, :, : len(ids)] for t in ts] for ts in (self.prefilled.keys, self.prefilled.values)
-        )
-        return Kept(ids, keys, values)
-
-
 class LocalEngine(SequenceEngine):
     """Generates with a Hugging Face causal LM in this process; an `Engine`. Not thread-safe."""
 
@@ -113,7 +91,7 @@ class LocalEngine(SequenceEngine):
         self._rows = CacheRows()
         self.sequences = Sequences(facts, tokenizer, rows, self._backend.device)
         self._to_device = self.sequences.to_device
-        self._prompts: dict[tuple[int, ...], _Prompt] = {}
+        self._prompts: dict[tuple[int, ...], WaitingPrompt] = {}
         # With fixed slots nothing may depend on what else runs, so not on what had to make room either.
         self._kept = KeptSequences(0 if fixed_slots else slots)
         self._waste = 0
@@ -145,7 +123,7 @@ class LocalEngine(SequenceEngine):
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in self.sequences.submit(requests):
-            self._prompts.setdefault(request.prompt_ids, _Prompt()).waiting += 1
+            self._prompts.setdefault(request.prompt_ids, WaitingPrompt()).waiting += 1
 
     def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:
         ids = list(ids)
@@ -157,7 +135,7 @@ class LocalEngine(SequenceEngine):
         self._remove(rows)
         return events
 
-    def _leave_queue(self, request: Request) -> _Prompt:
+    def _leave_queue(self, request: Request) -> WaitingPrompt:
         prompt = self._prompts[request.prompt_ids]
         prompt.waiting -= 1
         if not prompt.waiting:
@@ -244,6 +222,7 @@ class LocalEngine(SequenceEngine):
         table.ints[col.POSITION, :n] += 1
         table.num_reused_tokens[:n] += 1
         table.num_reused_tokens[first_M] -= 1
+        table.num_computed_tokens[first_M] += 1
         if np.array_equal(self._rows.of_N, np.arange(n)):
             return Output(output.hidden_NH[:n], output.logits_NV[:n])
         of_N = self._to_device(self._rows.of_N)
@@ -269,9 +248,11 @@ class LocalEngine(SequenceEngine):
         kept = {r.prompt_ids: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
         self._prefill({r.prompt_ids: self._prompts[r.prompt_ids] for r in requests}, kept)
         batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
-        drafted: dict[Hashable, tuple[_Prompt, list[Request]]] = {}
+        drafted: dict[Hashable, tuple[WaitingPrompt, list[Request]]] = {}
+        computed: dict[Hashable, int] = {}
         for request in requests:
             prompt = self._leave_queue(request)
+            computed[request.id], prompt.computed = prompt.computed, 0
             assert prompt.prefilled is not None
             if self._reads_draft(request):
                 # With fixed slots alone: nothing may depend on what else runs.
@@ -281,9 +262,11 @@ class LocalEngine(SequenceEngine):
             _, index, members = batches.setdefault(id(prompt.prefilled), (prompt.prefilled, [], []))
             index.append(prompt.index)
             members.append(request)
-        return [self._insert(*batch) for batch in batches.values()] + self._read(list(drafted.values()))
+        outputs = [self._insert(*batch) for batch in batches.values()] + self._read(list(drafted.values()))
+        self.sequences.table.computed(computed)
+        return outputs
 
-    def _prefill(self, prompts: dict[tuple[int, ...], _Prompt], kept: dict[tuple[int, ...], Kept]) -> None:
+    def _prefill(self, prompts: dict[tuple[int, ...], WaitingPrompt], kept: dict[tuple[int, ...], Kept]) -> None:
         """Run the prompts among these that have not been; of those with a kept beginning only what is new."""
         missing = [ids for ids, prompt in prompts.items() if prompt.prefilled is None]
         tails = {ids: ids[len(kept[ids].tokens) :] for ids in missing if ids in kept}
@@ -294,12 +277,13 @@ class LocalEngine(SequenceEngine):
         for group, prefilled in runs:
             for index, ids in enumerate(group):
                 prompts[ids].prefilled, prompts[ids].index = prefilled, index
+                prompts[ids].computed = len(tails.get(ids, ids))
 
     def _reads_draft(self, request: Request) -> bool:
         """Whether to read a draft. One token is drawn anyway, and a penalty makes tokens depend on those before."""
         return len(request.draft) > 1 and "drafts" in self.provides and request.params.repetition_penalty == 1
 
-    def _read(self, drafted: list[tuple[_Prompt, list[Request]]]) -> list[Output]:
+    def _read(self, drafted: list[tuple[WaitingPrompt, list[Request]]]) -> list[Output]:
         """Start requests with a draft, which goes through the model in one pass, but for its last token.
 
         `drafted`: prompts, and the requests that have one draft after it.
@@ -318,6 +302,7 @@ class LocalEngine(SequenceEngine):
             requests = [request for _, some in group for request in some]
             started = self.sequences.start(requests)
             rows = range(started.start, started.stop)
+            self.sequences.table.computed({first.id: len(first.draft) - 1 for first in firsts})
             starts = np.cumsum([0, *lengths[:-1]])[numbers]
             drawn = self._draw_drafts(backend, rows, starts, hidden_NH)
             accepted = [self.sequences.accept(row, r.draft, d) for row, r, d in zip(rows, requests, drawn, strict=True)]

@@ -61,6 +61,7 @@ class VllmEngine(SequenceEngine):
             core = LeadingCore if several else Core
             self._core = core(arguments, bool(facts.tied), adapters)
             self.sequences = Sequences(facts, tokenizer, self._slots, self._core.runner.device)
+            self.sequences.table.counts_computed = False  # what vLLM's prefix cache spares is not known here
             self._head = _Head(self._core, self.sequences)
             self._try_out()
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
