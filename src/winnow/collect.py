@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import PositiveInt, TypeAdapter
 
 from .base.failpoint import failpoint
+from .base.seconds import RunClock
 from .base.state import STRICT, Count, Loose, State, at
 from .methods.agents import filter_without_row
 from .methods.filter import Filter, checked_verdict
@@ -69,8 +70,7 @@ class CollectorState(State):
     """None without `reuse`."""
     drafts: DraftsState
     num_decoded_tokens: Count
-    num_computed_tokens: Count | None = None
-    """Earlier versions did not count them."""
+    num_computed_tokens: Count | None = None  # earlier versions did not count them
 
 
 class LoopState(CollectorState):
@@ -104,13 +104,15 @@ class Collector:
     audits: Audits = field(default_factory=Audits)
     reuse: Reuse | None = None
     drafts: Drafts = field(default_factory=Drafts)
+    clock: RunClock = field(default_factory=RunClock)
+    """Seconds of the current step, and of recording the one before."""
 
     def __post_init__(self) -> None:
         self.totals = TokenTotals()
         self.stop: RunStoppedError | None = None
         """Error that ends the run, once no progress is possible."""
         self.tally = Tally(self.judge)
-        """Counts and timings of the current step."""
+        """Counts of the current step."""
         self.failures = FailureWatch(self.ledger.failures())
         self._stop_conditions = StopConditions(self.judge, self.limits, self.filter, self.refill_round)
         self._method_metrics: dict[str, float] = {}
@@ -132,7 +134,7 @@ class Collector:
         self.tally = Tally(self.judge)
         again = self._again(step)
         self.buffer.wanted = self.buffer.prompts_per_step - len(again)
-        with self.tally.phase("generate"):
+        with self.clock.phase_of_parts("generate", self.sampler.spent):
             batch = self._collect(step)._replace(again=again)
         if self.stop is not None and not batch.groups:
             self.totals.add(self.tally)
@@ -142,7 +144,7 @@ class Collector:
         """Return the groups that take the place of new ones; book the rollouts of their audit."""
         if self.reuse is None:
             return []
-        with self.tally.phase("reuse"):
+        with self.clock.phase("reuse"):
             again = self.reuse.for_step(step)
         if audited := self.reuse.audited:
             tokens, seconds = sum(int(r.action_mask.sum()) for r in audited), sum(r.seconds for r in audited)
@@ -182,7 +184,8 @@ class Collector:
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)
         self.group_size.observe_step(self.tally.without_forced(metrics))
         self.selector.end_step()
-        self.ledger.step(step, seconds=self.tally.seconds, metrics=metrics, version=step)
+        metrics |= self.clock.metrics(seconds := self.clock.take())
+        self.ledger.step(step, seconds=seconds, metrics=metrics, version=step)
         return metrics
 
     def warnings(self, finished: Sequence[Group]) -> Iterator[str]:
@@ -324,7 +327,6 @@ class Collector:
         """Return the checkpoint state other than the ledger."""
         if not self.pace.can_checkpoint():
             raise RuntimeError("a checkpoint is taken between steps only, with no group in flight")
-        stops = self.audits.stops
         return {
             **asdict(self.totals),
             "skipped_steps": self._stop_conditions.skipped_steps,
@@ -337,7 +339,7 @@ class Collector:
             "selector": state_with_audit(self.selector, self.audits.skips),
             "group_size": self.group_size.state_dict(),
             "filter": self.filter.state_dict(),
-            "gates": {name: state_with_audit(gate, stops.get(name)) for name, gate in self.gates.items()},
+            "gates": {name: state_with_audit(gate, self.audits.stops.get(name)) for name, gate in self.gates.items()},
             "reuse": None if self.reuse is None else self.reuse.state_dict(),
             "drafts": self.drafts.state_dict(),
         }

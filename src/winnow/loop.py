@@ -70,7 +70,8 @@ class Loop:
         if self.collector.stop is not None:
             self.hooks.save(self.step, True)
             raise self.collector.stop
-        self.hooks.save(self.step, False)
+        with self.collector.clock.phase("record"):
+            self.hooks.save(self.step, False)
 
     def one_step(self) -> None:
         """Collect a batch, update, publish, evaluate, record."""
@@ -78,23 +79,23 @@ class Loop:
         batch = self.collector.collect(self.step)
         if not batch.groups and self.collector.stop is not None:
             return  # nothing to train on: this is not a step
-        with self.collector.tally.phase("update"):
+        with self.collector.clock.phase("update"):
             self.sampler.make_room()
             update = self.optimizer_step(batch.trained_on, self.step)
         self._complete(batch, update)
 
     def _complete(self, batch: Batch, update: dict[str, float]) -> None:
-        collector, tally = self.collector, self.collector.tally
-        with tally.phase("publish"):
+        collector, clock = self.collector, self.collector.clock
+        with clock.phase("record"):
             collector.trained(self.step, batch.groups, update)
         self.step += 1
         evaluation = None
         try:
-            with tally.phase("publish"):
+            with clock.phase("publish"):
                 self.publish()
                 failpoint("publish")
                 self.hooks.published(self.step)
-            with tally.phase("evaluate"):
+            with clock.phase("evaluate"):
                 evaluation = self.hooks.evaluate(self.step)
                 self.hooks.profile(self.step)
         except (SamplersLostError, ConfigError) as error:  # the step is done; only its evaluation is missing
@@ -102,11 +103,12 @@ class Loop:
         evaluated = {} if evaluation is None else {f"eval/{name}": x for name, x in evaluation.metrics.items()}
         elsewhere = update | self.sampler.metrics() | self.learner.metrics() | evaluated
         metrics = collector.end_step(self.step - 1, batch.trained_on, elsewhere)
-        self.hooks.record(self.step, metrics, batch.finished)
-        for message in collector.warnings(batch.finished):
-            self.hooks.warn(self.step, message)
-        if evaluation is not None:
-            self.warn_of_evaluation(evaluation)
+        with clock.phase("record"):
+            self.hooks.record(self.step, metrics, batch.finished)
+            for message in collector.warnings(batch.finished):
+                self.hooks.warn(self.step, message)
+            if evaluation is not None:
+                self.warn_of_evaluation(evaluation)
 
     def publish(self) -> None:
         """Send the newest weights and rules to the sampler. Raises FloatingPointError on a non-finite weight."""

@@ -69,6 +69,9 @@ class FakeSampler:
         self.rounds.append((self.version, len(started)))
         return [finished(j.visit, self.outcome(j.visit, j.size), self.version, j.size, j.first) for j in started]
 
+    def spent(self) -> dict[str, float]:
+        return {}
+
     def publish(self, weights: Any, rules: Any, version: int) -> None:
         self.version = version
 

@@ -7,7 +7,7 @@ GPU is part of whatever first needs its results.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -24,14 +24,16 @@ class Seconds:
         self.by_name = dict.fromkeys(names, 0.0)
         self._last = self._inner = 0.0
 
-    def begin(self) -> None:
-        """Start the first of several laps."""
+    def begin(self) -> float:
+        """Start the first of several laps; return the time."""
         self._last = now()
+        return self._last
 
-    def lap(self, name: str) -> None:
-        """Add the time since the last lap to `name`."""
+    def lap(self, name: str) -> float:
+        """Add the time since the last lap to `name`; return the time."""
         last, self._last = self._last, now()
-        self.add({name: self._last - last})
+        self.by_name[name] += self._last - last
+        return self._last
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -66,9 +68,21 @@ class RunClock(Seconds):
         """Count from a time; `before`: seconds of the run before it was resumed."""
         self._begun_at, self._before = begun_at, before
 
+    @contextmanager
+    def phase_of_parts(self, name: str, spent: Callable[[], Mapping[str, float]]) -> Iterator[None]:
+        """Measure a phase; `spent()` returns its parts, and those of what came before, since the last call."""
+        spent()
+        with self.phase(name):
+            yield
+        self.add(spent(), f"{name}/")
+
     def total(self) -> float:
         """Return the seconds of the run so far."""
         return self._before + now() - self._begun_at
+
+    def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Return seconds of a step, and of the run so far, as metrics."""
+        return {f"seconds/{name}": value for name, value in seconds.items()} | {"seconds_total": self.total()}
 
     def rest(self, name: str) -> None:
         """Add the time since the start that belongs to no phase to `name`."""

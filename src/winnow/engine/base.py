@@ -12,8 +12,14 @@ from typing import Protocol
 
 import numpy as np
 
+from ..base.seconds import Seconds
 from ..base.weights import Weights
 
+DECODE_ROWS = {8: "decode_1-8", 32: "decode_9-32", 128: "decode_33-128"}
+"""Names of the seconds of decoding steps, by the largest number of rows."""
+DECODE_MORE = "decode_129+"
+ENGINE_SECONDS = ("prefill", *DECODE_ROWS.values(), DECODE_MORE, "drafts", "copying", "sampling")
+"""What an engine spends its seconds on."""
 LOWEST_TEMPERATURE = 1e-4
 """Lower temperatures may overflow float32 logits, and can only mean greedy sampling."""
 
@@ -166,10 +172,11 @@ CAPABILITIES = {
 
 
 class Engine(Protocol):
-    """A generation engine. `dtype` and `release()` are optional.
+    """A generation engine. `dtype`, `release()` and `seconds` are optional.
 
     `dtype`: compute dtype (e.g. `float32`); without it, the learner comparison allows for bfloat16 rounding.
     `release()`: called before an update in the same process; frees the weights' memory until `load_weights`.
+    `seconds`: `Seconds(*ENGINE_SECONDS)` of its steps; without it, they are reported as one figure.
     """
 
     provides: frozenset[str]
@@ -209,3 +216,12 @@ class Engine(Protocol):
         for them. Raises ValueError on a missing, unknown, misshapen or non-finite tensor, and keeps the old weights.
         """
         ...
+
+
+def engine_seconds(engine: Engine, whole: float) -> dict[str, float]:
+    """Return an engine's seconds by `ENGINE_SECONDS` since the last call; `engine: whole` if it does not measure them.
+
+    `whole`: seconds of its steps.
+    """
+    seconds: Seconds | None = getattr(engine, "seconds", None)
+    return {"engine": whole} if seconds is None else seconds.take()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..base.errors import ConfigError
+from ..base.seconds import Seconds
 from ..base.weights import FiniteWeights, StateWeights, WeightSource, state_once
 from ..config import RunConfig
 from ..config.options import MethodSpec, name_of
@@ -177,6 +178,10 @@ class EngineInTrl:
             self._compare = False
         return groups
 
+    def spent(self) -> dict[str, float]:
+        """Return seconds by what they were spent on since the last call."""
+        return self._runner.spent()
+
 
 def require_trainable(group: Group, *, liger: bool) -> None:
     """Raise ConfigError for rollouts that TRL's loss cannot take."""
@@ -223,6 +228,11 @@ class TrlSampler(JobQueue):
         self.outputs: list[Tensors] = []
         """TRL's tensors of each call since `forget`, unchanged."""
         self.version = 0
+        self._seconds = Seconds()
+
+    def spent(self) -> dict[str, float]:
+        of_engine = {} if self._engine is None else self._engine.spent()
+        return of_engine | self._seconds.take()
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
         return [group for part in _of_one_size(jobs) for group in self._finished(part)]
@@ -230,7 +240,8 @@ class TrlSampler(JobQueue):
     def _finished(self, jobs: list[Job]) -> list[Group]:
         size = jobs[0].size
         groups = None if self._engine is None else self._engine.run(jobs)
-        output, scored = self._roll_out([job.visit.prompt for job in jobs], size, groups)
+        with self._seconds.phase("waiting" if groups is None else "rewards"):
+            output, scored = self._roll_out([job.visit.prompt for job in jobs], size, groups)
         check_tensors(output)
         self.outputs.append(output)
         tensors = [row_of(output, i, len(ids)) for i, ids in enumerate(scored[2])]

@@ -14,6 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..base.errors import ConfigError
 from ..base.files import private_directory, write_json
+from ..base.seconds import now
 from ..base.state import at
 from ..collect import Batch, Collector, LoopState
 from ..config import METHODS, RunConfig, as_saved
@@ -21,7 +22,7 @@ from ..env.base import Task
 from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of
 from ..record.ledger import Ledger
-from ..record.records import CHARTS, CONFIG, LEDGER, Records, RunDirectoryError
+from ..record.records import CHARTS, CONFIG, LEDGER, Records, RunDirectoryError, read_metrics
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..record.stop_conditions import Limits
 from ..record.user_code import changes, code_of
@@ -204,6 +205,8 @@ class LoopInTrl:
         if state is not None:
             with understood(self._resumed_from), at("loop"):
                 self._load(LoopState.of(state["loop"]))
+            seconds = [row.get("seconds_total", 0.0) for row in read_metrics(self.run_dir)]
+            self._collector.clock.started_at(now(), before=max(seconds, default=0.0))
         self._publish()
         return self._collector
 
@@ -239,12 +242,14 @@ class LoopInTrl:
         updated = float(bool(batch.groups and self._trained))
         self._trained = set()
         update = self._logs | (self.scaling.metrics if updated else {}) | {"updated": updated}
-        with collector.tally.phase("publish"):
+        with collector.clock.phase("record"):
             collector.trained(self._step, batch.groups, update)
-            self._step += 1
+        self._step += 1
+        with collector.clock.phase("publish"):
             self._publish()
         metrics = collector.end_step(self._step - 1, batch.groups, update)
-        self._record(metrics, batch.finished)
+        with collector.clock.phase("record"):
+            self._record(metrics, batch.finished)
         for message in collector.warnings(batch.finished):
             self._warn(message)
         self._sampler.forget()

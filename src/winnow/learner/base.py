@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +43,15 @@ class Stats:
 
     def mean(self, name: str, of: str = "tokens") -> float:
         return self.sums.get(name, 0.0) / max(self.sums.get(of, 0.0), 1.0)
+
+
+UPDATE_SECONDS = ("pack", "forward_backward", "optimizer")
+"""What a learner spends the seconds of an update on."""
+
+
+def update_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return seconds by `UPDATE_SECONDS` as metrics."""
+    return {f"seconds/update/{name}": value for name, value in seconds.items()}
 
 
 class LearnerLostError(ExpectedError):

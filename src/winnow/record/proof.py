@@ -14,6 +14,7 @@ from rich.text import Text
 from ..base.files import from_json
 from ..base.sanitize import visible
 from ..types import Fate
+from .costs import costs_of, seconds_table, tokens_table
 from .ledger_file import first_few
 from .rule_audits import RuleAudits, audited_rules, rules_table
 
@@ -47,6 +48,8 @@ class Proof:
     finished: bool
     rules: RuleAudits
     """Audits of the run's rules, as of its last step: estimates, not part of `ok`."""
+    costs: dict[str, float]
+    """Seconds by what they were spent on, and counts of tokens (`winnow.record.costs`): not part of `ok`."""
 
 
 def group_fate(fates: Iterable[str]) -> str:
@@ -118,6 +121,7 @@ def verify(db: sqlite3.Connection) -> Proof:
     for query, message in CHECKS:
         problems += first_few([message.format(*row) for row in db.execute(query, facts)], "like it")
     problems += _voids(db)
+    metrics = [row[0] for row in db.execute("SELECT metrics FROM steps WHERE void = 0 ORDER BY step")]
     count = lambda query: int(db.execute(query).fetchone()[0])  # noqa: E731
     return Proof(
         ok=not problems,
@@ -130,6 +134,7 @@ def verify(db: sqlite3.Connection) -> Proof:
         restarts=count("SELECT COUNT(*) FROM restarts"),
         finished=finished,
         rules=audited_rules(db),
+        costs=costs_of(map(from_json, metrics)),
     )
 
 
@@ -270,4 +275,8 @@ def render(result: Proof) -> RenderableType:
             table.add_row(visible(name.replace("_", " ")), *cells, end_section=name == FATES[-1])
     problems = [Text(visible(f"- {problem}"), style="red") for problem in result.problems]
     rules = [rules_table(result.rules)] if result.rules else []
-    return Lines(table, *rules, *problems, Text(verdict(result), style="bold green" if result.ok else "bold red"))
+    found = seconds_table(result.costs), tokens_table(result.costs, result.totals["trained"]["tokens"])
+    costs = [cells.table() for cells in found if cells is not None]
+    return Lines(
+        table, *costs, *rules, *problems, Text(verdict(result), style="bold green" if result.ok else "bold red")
+    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -21,7 +20,7 @@ UNREWARDED = "unrewarded"
 
 
 class Tally:
-    """Counts of every group that finished during a step, whatever its fate, and the seconds of each phase."""
+    """Counts of every group that finished during a step, whatever its fate."""
 
     def __init__(self, judge: GroupJudge) -> None:
         self.judge = judge
@@ -62,17 +61,7 @@ class Tally:
         """Number of segments of each rollout."""
         self.barrier_wait_s = 0.0
         self.tokens: Counter[str] = Counter()
-        self.seconds: dict[str, float] = {}
         self._started = time.monotonic()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the wall-clock time of the block to `seconds/<name>`."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 
     def finished(self, group: Group) -> None:
         """Count a group that returned from the runner."""
@@ -178,8 +167,7 @@ class Tally:
             metrics["reward_std"] = float(np.mean(stds))
         for name, values in sorted(self.by_function.items()):
             metrics |= {f"rewards/{name}/mean": float(np.mean(values)), f"rewards/{name}/std": float(np.std(values))}
-        metrics |= {f"tokens/{fate}": float(count) for fate, count in sorted(self.tokens.items())}
-        return metrics | {f"seconds/{name}": s for name, s in self.seconds.items()}
+        return metrics | {f"tokens/{fate}": float(count) for fate, count in sorted(self.tokens.items())}
 
     def _means_and_stds(self) -> tuple[np.ndarray, np.ndarray]:
         """Return mean and standard deviation of the rewards of each group that has some."""

@@ -13,7 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..engine.base import Engine, Finished, Reached
+from ..base.seconds import Seconds
+from ..engine.base import Engine, Finished, Reached, engine_seconds
 from ..env.base import Env, ModelTurn, OneTurn, OverlappingEnv, StepResult, Task
 from ..env.private import private_prompt
 from ..env.prompting import PromptError, cut_at_stop, decode, decode_turns, decode_whole, stop_string_of
@@ -56,6 +57,12 @@ class RolloutRunner:
         self._flights: dict[tuple[str, int], Flight] = {}
         self._answers = Answers()
         self._rules = ActiveRules(rules, engine, task)
+        self.seconds = Seconds("rewards", "environments")
+
+    def spent(self) -> dict[str, float]:
+        """Return seconds by what they were spent on since the last call, those of the engine included."""
+        spent = self.seconds.take()
+        return spent | engine_seconds(self.engine, spent.pop("engine", 0.0))
 
     def set_rules(self, rules: Sequence[NamedRule]) -> None:
         """Replace the rules; groups in flight keep the gate points of their launch.
@@ -71,8 +78,8 @@ class RolloutRunner:
 
     def launch(self, job: Job) -> None:
         """Start the siblings of a job. If the prompt cannot be encoded, all of them fail."""
-        visit, options = job.visit, self.options[job.purpose]
-        flight = Flight(job, siblings_of(job, greedy=options.greedy_baseline), [])
+        visit = job.visit
+        flight = Flight(job, siblings_of(job, greedy=self.options[job.purpose].greedy_baseline), [])
         if flight.key in self._flights:
             raise ValueError(f"visit {visit.number} is already in flight")
         if job.purpose == "train":
@@ -86,7 +93,8 @@ class RolloutRunner:
                 if env is None:
                     shared = sibling.rollout.prompt_ids = shared or self._encode(job, None)
                 else:
-                    answer = env.start_reset() if isinstance(env, OverlappingEnv) else env.reset()
+                    with self.seconds.phase("environments"):
+                        answer = env.start_reset() if isinstance(env, OverlappingEnv) else env.reset()
                     if self._is_later(flight, sibling, answer):
                         continue
                     self._begin(job, sibling, answer)  # type: ignore[arg-type]
@@ -141,17 +149,19 @@ class RolloutRunner:
 
     def poll(self) -> list[Group]:
         """Run one engine step; return the finished and scored groups, in launch order."""
-        events = self.engine.step()
+        with self.seconds.phase("engine"):
+            events = self.engine.step()
         self._ask_token_gates([event for event in events if isinstance(event, Reached)])
         self._advance([event for event in events if isinstance(event, Finished)])
-        self._take_answers()
-        self._scores(wait=False)
-        return self._in_order()
+        with self.seconds.phase("environments"):
+            self._take_answers()
+        with self.seconds.phase("rewards"):
+            self._scores(wait=False)
+            return self._in_order()
 
     def _scores(self, *, wait: bool, timeout_s: float | None = None) -> bool:
         """Note the groups that have been scored; return whether there are any."""
-        scored = self.rewarder.done(wait, timeout_s)
-        for group in scored:
+        for group in (scored := self.rewarder.done(wait, timeout_s)):
             self._flights[group.purpose, group.visit.number].scored = True
         return bool(scored)
 
@@ -237,9 +247,8 @@ class RolloutRunner:
             answer = shared_calls().awaited(answer)
         elif not isinstance(sibling.env, OverlappingEnv):
             return False
-        independent = getattr(sibling.env, "independent", False)
-        awaited = Awaited(flight, sibling, answer, self.engine.clock + OVERLAP, independent, limit)
-        self._answers.pending.append(awaited)
+        independent, due = getattr(sibling.env, "independent", False), self.engine.clock + OVERLAP
+        self._answers.pending.append(Awaited(flight, sibling, answer, due, independent, limit))
         return True
 
     def _arrived(self) -> list[Awaited]:
@@ -287,7 +296,8 @@ class RolloutRunner:
         before = sibling.context_length - tokens
         action = ModelTurn(turn.action, turn.stop_reason, turn.stop_string, whole, before, tokens)
         try:
-            answer = env.start_step(action) if isinstance(env, OverlappingEnv) else env.step(action)  # type: ignore[union-attr]
+            with self.seconds.phase("environments"):
+                answer = env.start_step(action) if isinstance(env, OverlappingEnv) else env.step(action)  # type: ignore[union-attr]
             if not self._is_later(flight, sibling, answer):
                 self._observed(flight, sibling, answer)
         except (Exception, SystemExit) as error:

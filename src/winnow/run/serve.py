@@ -122,7 +122,7 @@ class Server:
 
     def _load(self, message: dict[str, Any]) -> None:
         failpoint("sampler.load")
-        with busy(self._reply):
+        with busy(self._reply), self.runner.seconds.phase("publish"):
             self.engine.load_weights(self._read(message), message["version"])
         self.runner.set_rules([rule_from(state, self.rule_types[state["name"]]) for state in message["rules"]])
         self.rewarder.trainer_state.global_step = message["version"]
@@ -135,7 +135,8 @@ class Server:
         now = time.monotonic()
         spent = {"seconds": now - self._reported, "idle_s": self._idle_s, "tokens": self._tokens}
         self._reported, self._idle_s, self._tokens = now, 0.0, 0
-        self._reply({"alive": spent, "memory": {"memory_mib": resident_mib()} | gpu_gib()})
+        memory = {"memory_mib": resident_mib()} | gpu_gib()
+        self._reply({"alive": spent, "spent": self.runner.spent(), "memory": memory})
 
 
 def main() -> None:

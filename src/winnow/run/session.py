@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -77,7 +76,6 @@ class Session:
         """
         c, parts, saved = self.config, self.parts, self._resume_from
         self._state = state = checkpoint.load_run_state(saved) if saved else None
-        self._seconds_before = float(state["seconds_total"]) if state else 0.0
         parts.require_same(state["fingerprints"] if state else fingerprints_of(self.run_dir))
         self._code = code_of(c, [*parts.rewarder.specs, parts.task, *self._callbacks])
         known = state["code"] if state else fingerprints_of(self.run_dir, "code")
@@ -101,6 +99,8 @@ class Session:
             first, opening = first_figures(self.run_dir / METRICS), example.opening if example else ""
             self._watchdogs = Watchdogs(c, first, rewarder.names, rewarder.in_threads, opening)
             self.loop = self._loop()
+            self._clock = self.loop.collector.clock
+            self._clock.started_at(self._begun_at, float(state["seconds_total"]) if state else 0.0)
             self._open_parts = stack.pop_all()
 
     def start(self) -> None:
@@ -123,6 +123,7 @@ class Session:
             self._notify("on_train_begin")
             if state is None:
                 self._evaluate_the_start()
+            self._clock.rest("load")
             self._open_parts = stack.pop_all()
 
     def _evaluate_the_start(self) -> None:
@@ -327,7 +328,8 @@ class Session:
         return self._evaluate_now(step) if self._callbacks.take("should_evaluate") or due else None
 
     def _evaluate_now(self, step: int) -> Evaluation:
-        evaluated = self.parts.evaluate()
+        with self._clock.phase("evaluate"):
+            evaluated = self.parts.evaluate()
         self._evaluated_at = step
         self.ledger.evaluation(step, rollouts=evaluated.rollouts, tokens=evaluated.tokens, seconds=evaluated.seconds)
         self._records.samples(step, evaluated.groups, "test")
@@ -344,7 +346,7 @@ class Session:
         self.ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
 
     def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        metrics |= self.parts.rewarder.pop_metrics() | {"seconds_total": self._seconds()}
+        metrics |= self.parts.rewarder.pop_metrics()
         self._at(step)
         self._records.metrics(metrics)
         self._records.samples(step, groups, "train")
@@ -374,12 +376,9 @@ class Session:
         optimizer = getattr(self.parts.learner, "optimizer", None)
         self._callbacks.call(event, model=model, optimizer=optimizer, processing_class=self.parts.tokenizer, **kwargs)
 
-    def _seconds(self) -> float:
-        return self._seconds_before + time.monotonic() - self._begun_at
-
     def _totals(self) -> dict[str, float]:
         tokens = self.loop.collector.totals.num_tokens
-        return {"step": self.loop.step, "num_tokens": tokens, "seconds_total": self._seconds()}
+        return {"step": self.loop.step, "num_tokens": tokens, "seconds_total": self._clock.total()}
 
     def _save_if_due(self, step: int, force: bool) -> None:
         due = self._callbacks.take("should_save") or force or step % self.config.save_steps == 0
@@ -390,7 +389,7 @@ class Session:
             "config": as_saved(self.config),
             "fingerprints": self.parts.fingerprints,
             "offsets": self._records.offsets(),
-            "seconds_total": self._seconds(),
+            "seconds_total": self._clock.total(),
             "ledger": self.ledger.mark(),
             "code": self._code,
         }

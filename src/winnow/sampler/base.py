@@ -35,6 +35,9 @@ class JobQueue:
         jobs, self._jobs = self._jobs, []
         return self.run(jobs)
 
+    def spent(self) -> dict[str, float]:
+        return {}
+
     def run(self, jobs: Sequence[Job]) -> list[Group]:
         """Return the finished groups of jobs, in order."""
         raise NotImplementedError
@@ -132,6 +135,10 @@ class GroupSource(Protocol):
     def poll(self) -> list[Group]:
         """Continue, or wait a moment; return the training groups that are finished and scored."""
         ...
+
+    def spent(self) -> dict[str, float]:
+        """Return the seconds of `poll` and of evaluations since the last call, by what they were spent on."""
+        return {}
 
 
 class Sampler(GroupSource, Protocol):

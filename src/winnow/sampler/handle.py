@@ -80,6 +80,8 @@ class MetricsWindow:
 
     spent: Counter[str] = field(default_factory=Counter)
     """Seconds, idle seconds and sampled tokens that they reported."""
+    seconds: Counter[str] = field(default_factory=Counter)
+    """Seconds by what they were spent on."""
     restarts: int = 0
     groups: int = 0
     lag: int = 0

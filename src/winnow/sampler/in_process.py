@@ -83,6 +83,9 @@ class InProcessSampler(Sampler):
                 self.runner.launch(job)
         return self.runner.poll()
 
+    def spent(self) -> dict[str, float]:
+        return {"waiting": 0.0} | self.runner.spent()
+
     def run(self, jobs: Sequence[Job]) -> list[Group]:
         used = self.engine.version
         if used == self._newest:

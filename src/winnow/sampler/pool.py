@@ -10,7 +10,7 @@ Messages over a `Channel` are plain JSON values, except what a transport puts in
                          {"stop": true}
     sampler -> learner   {"placed": where}, {"built": true}, {"loaded": v, "dtype": ..., "metrics": {...}},
                          {"group": ...}, {"refused": why}, {"stopped": groups}; at least every second {"busy": true},
-                         or {"alive": {seconds, idle_s, tokens}, "memory": {...}} of what came since the last one
+                         or {"alive": {seconds, idle_s, tokens}, "spent": {...}, "memory": {...}} since the last one
 
 Weights go only to samplers whose engine is built: one that is still starting would hold every version until then.
 """
@@ -90,7 +90,7 @@ class SamplerPool(Sampler):
         self._reset()
 
     def _reset(self) -> None:
-        self._since, self._waited = time.monotonic(), 0.0
+        self._since, self._waited, self._waits_told = time.monotonic(), 0.0, 0.0
         self._redispatched = 0
         self._logged: dict[str, list[float]] = {}
         for member in self._members:
@@ -172,6 +172,10 @@ class SamplerPool(Sampler):
         self._pending -= len(groups)
         return sorted(groups, key=lambda group: group.visit.number)
 
+    def spent(self) -> dict[str, float]:
+        told, self._waits_told = self._waits_told, self._waited
+        return {"waiting": self._waited - told}
+
     def run(self, jobs: Sequence[Job]) -> list[Group]:
         waiting, done, live = deque(jobs), dict[int, Group](), 0
         sizes = {job.visit.number: job.size for job in jobs}
@@ -227,6 +231,7 @@ class SamplerPool(Sampler):
                 self._logged.setdefault(name, []).append(value)
         elif "alive" in content:
             member.window.spent.update(content["alive"])
+            member.window.seconds.update(content["spent"])
             member.memory = content["memory"]
         elif "refused" in content:
             if not any(other.ready for other in self._members if other is not member):
@@ -300,9 +305,10 @@ class SamplerPool(Sampler):
     def metrics(self) -> dict[str, float]:
         """Return idle shares of wall-clock time, tokens of finished groups per second, and restarts."""
         elapsed = max(time.monotonic() - self._since, 1e-9)
-        spent: Counter[str] = Counter()
+        spent, seconds = Counter[str](), Counter[str]()
         for member in self._members:
             spent.update(member.window.spent)
+            seconds.update(member.window.seconds)
         metrics = {
             "idle/learner": self._waited / elapsed,
             "sampler/ready": float(sum(member.ready for member in self._members)),
@@ -312,6 +318,8 @@ class SamplerPool(Sampler):
         if spent["seconds"]:  # else no sampler has reported since
             metrics["idle/sampler"] = spent["idle_s"] / spent["seconds"]
             metrics["throughput/tokens_per_s"] = spent["tokens"] / elapsed
+            seconds.update({"waiting": spent["idle_s"], "total": spent["seconds"]})
+            metrics |= {f"sampler/seconds/{name}": value for name, value in seconds.items()}
         for member in self._members:
             metrics |= member.metrics()
         metrics |= {name: float(np.mean(values)) for name, values in self._logged.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from ..base.files import check_output, write_text
 from ..config import RunConfig
 from ..record.collapse import ess_of
+from ..record.costs import costs_of, seconds_table, tokens_table
 from ..record.proof import FATES, HEAD, totals_rows
 from .report_data import Run, columns, read_run
 
@@ -107,6 +109,7 @@ def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
         "averaged": max(1, -(-len(run.rows) // points)),
         "tokens": run.tokens,
         "totals": _totals(run),
+        "costs": _costs(run),
         "proof": run.proof,
         "profile": run.profile,
         "charts": run.charts,
@@ -147,6 +150,13 @@ def _totals(run: Run) -> dict[str, Any] | None:
         return None
     rows = [row for row in totals_rows(run.totals) if any(run.totals[row[0]].values())]
     return {"head": HEAD, "rows": rows}
+
+
+def _costs(run: Run) -> list[dict[str, Any]]:
+    """Return the tables of seconds and tokens, as far as they are known."""
+    costs = costs_of(run.rows)
+    tables = seconds_table(costs), tokens_table(costs, run.tokens.get("trained", 0))
+    return [asdict(table) for table in tables if table is not None]
 
 
 def _cards(run: Run) -> list[Card]:

@@ -31,7 +31,7 @@ from ..run.checkpoint import CheckpointError, marks
 from .report_samples import thin_samples
 
 Row = dict[str, float]
-CUMULATIVE = ("step", "num_tokens", "seconds_total", "num_decoded_tokens")
+CUMULATIVE = ("step", "num_tokens", "seconds_total", "num_decoded_tokens", "num_computed_tokens")
 RELIABILITY = re.compile(r"gate/[^/]+/reliability/(?P<bin>\d)/(?P<name>rollouts|predicted|right)")
 CHART_LIST = TypeAdapter(list[Chart])
 MOST_CHARTS = 100

@@ -7,7 +7,6 @@ them. Siblings share one prefill of their prompt, and one row of the cache as lo
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar
@@ -15,9 +14,10 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
+from ...base.seconds import Seconds
 from ...base.weights import Weights
 from .. import slots as col
-from ..base import Event, Finished, Request
+from ..base import DECODE_MORE, DECODE_ROWS, ENGINE_SECONDS, Event, Finished, Request
 from ..facts import Facts
 from ..loading import ModelReference, resolve_device
 from ..sequences import SequenceEngine, Sequences
@@ -96,6 +96,7 @@ class LocalEngine(SequenceEngine):
         self._kept = KeptSequences(0 if fixed_slots else slots)
         self._waste = 0
         self._released = False
+        self.seconds = Seconds(*ENGINE_SECONDS)
 
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> LocalEngine:
@@ -178,22 +179,27 @@ class LocalEngine(SequenceEngine):
     def _step(self) -> list[Event]:
         if self._released:
             raise RuntimeError("the engine's weights were released; call load_weights before the next step")
-        started, sequences = time.perf_counter(), self.sequences
-        table = sequences.table
+        spent, sequences = self.seconds, self.sequences
+        table, started = sequences.table, spent.begin()
         self._arrange()
-        outputs = [self._decode()] if table.n else []
+        spent.lap("copying")
+        outputs = []
+        if table.n:
+            outputs.append(self._decode())
+            spent.lap(next((name for most, name in DECODE_ROWS.items() if self._rows.n <= most), DECODE_MORE))
         outputs += self._admit()
         output = outputs[0] if len(outputs) == 1 else Output.joined(outputs)
         rows = slice(0, table.n)
         alarms = sequences.record(rows, sequences.draw(output.logits_NV, rows))
-        drawn_at = time.perf_counter()
+        drawn_at = spent.lap("sampling")
         table.clock += (drawn_at - started) / table.n
         events, ended = sequences.check(
             np.flatnonzero(alarms).tolist(), lambda some: output.hidden_NH[self._to_device(np.array(some))]
         )
+        spent.lap("sampling")
         self._keep(ended)
         self._remove(ended)
-        table.clock += (time.perf_counter() - drawn_at) / max(table.n, 1)
+        table.clock += (spent.lap("copying") - drawn_at) / max(table.n, 1)
         return events
 
     def _arrange(self) -> None:
@@ -247,6 +253,7 @@ class LocalEngine(SequenceEngine):
         requests = list(itertools.islice(self.sequences.waiting.values(), free))
         kept = {r.prompt_ids: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
         self._prefill({r.prompt_ids: self._prompts[r.prompt_ids] for r in requests}, kept)
+        self.seconds.lap("prefill")
         batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
         drafted: dict[Hashable, tuple[WaitingPrompt, list[Request]]] = {}
         computed: dict[Hashable, int] = {}
@@ -262,7 +269,10 @@ class LocalEngine(SequenceEngine):
             _, index, members = batches.setdefault(id(prompt.prefilled), (prompt.prefilled, [], []))
             index.append(prompt.index)
             members.append(request)
-        outputs = [self._insert(*batch) for batch in batches.values()] + self._read(list(drafted.values()))
+        outputs = [self._insert(*batch) for batch in batches.values()]
+        self.seconds.lap("copying")
+        outputs += self._read(list(drafted.values()))
+        self.seconds.lap("drafts")
         self.sequences.table.computed(computed)
         return outputs
 

@@ -14,7 +14,7 @@ from ...base import cluster
 from ...base.weights import TensorSpec
 from ...methods.loss import LossConfig
 from ...types import Rollout
-from ..base import OF_ROWS, LearnerLostError, Policy, Sizes, Stats
+from ..base import OF_ROWS, LearnerLostError, Policy, Sizes, Stats, update_metrics
 from ..context import LearnerContext
 from ..local.optimizer import WHOLE
 from ..rows import Row, rollouts_of
@@ -126,9 +126,10 @@ class FsdpLearner:
         return GatheredWeights(self._specs, partial(self._ranks.same, "gather"), partial(self._ranks.same, "put"))
 
     def metrics(self) -> dict[str, float]:
-        """Return each rank's memory, and its peak GPU memory."""
+        """Return each rank's memory, and its peak GPU memory; seconds of rank 0."""
         ranks = self._ranks.all("memory", [()] * self._ranks.world)
-        return {f"rank/{rank}/{name}": value for rank, held in enumerate(ranks) for name, value in held.items()}
+        memory = {f"rank/{rank}/{name}": value for rank, held in enumerate(ranks) for name, value in held.items()}
+        return memory | update_metrics(self._ranks.same("spent")[0])
 
     def save(self, directory: Path) -> None:
         self._ranks.same("save", directory.absolute())

@@ -260,6 +260,10 @@ class ShardedLearner(LocalLearner):
         norm = super()._clipped()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    def spent(self) -> dict[str, float]:
+        """Return this rank's seconds since the last call."""
+        return self.seconds.take()
+
     # ---- whole tensors -----------------------------------------------------------------------------------------
 
     def gather(self) -> dict[str, torch.Tensor]:

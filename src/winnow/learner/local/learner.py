@@ -16,13 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
 from ...base.machine import gpu_memory_since
+from ...base.seconds import Seconds
 from ...base.weights import StateWeights, WeightSource, adapters_of, save_tensors, state_once
 from ...engine.loading import prepare_cuda
 from ...engine.saving import Types, save_whole
 from ...engine.skeleton import for_trials
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, kl_loss, policy_loss
-from ..base import Sizes, Stats
+from ..base import UPDATE_SECONDS, Sizes, Stats, update_metrics
 from ..batch import MicroBatch, PassLimits, Pools, micro_batches, packed
 from ..rows import Row
 from .eval_mode import WideAttention, checkpoint_layers, train_adapter_dropout, without_adapter_dropout
@@ -94,14 +95,13 @@ class LocalLearner:
         self._try_out()
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
-        parameters = sum(p.numel() for p in model.parameters())
-        self._limits = PassLimits.for_model(
-            options.tokens_per_microbatch, parameters, share=self._share, device=self.device.type
-        )
+        parameters, device = sum(p.numel() for p in model.parameters()), self.device.type
+        self._limits = PassLimits.for_model(options.tokens_per_microbatch, parameters, share=self._share, device=device)
         train_adapter_dropout(model)
         self._place()
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._scale = LossScale() if options.compute_dtype == torch.float16 else None
+        self.seconds = Seconds(*UPDATE_SECONDS)
         self._batches: list[MicroBatch] = []
         """Micro-batches of the current step; later iterations use values stored by the first."""
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -155,15 +155,17 @@ class LocalLearner:
 
     def accumulate(self, rows: Sequence[Row], loss: LossConfig, iteration: int = 0) -> Stats:
         if iteration == 0:
-            self._batches = self._cut(rows)
-        loss = self._ahead(loss)
-        while True:
-            stats = Stats()
-            for batch in self._batches:
-                self.forward_backward(batch, loss, stats)
-                failpoint("gradient")
-            if self._scale is None or self._scale.fits(self._params.values()):
-                return stats
+            with self.seconds.phase("pack"):
+                self._batches = self._cut(rows)
+        with self.seconds.phase("forward_backward"):
+            loss = self._ahead(loss)
+            while True:
+                stats = Stats()
+                for batch in self._batches:
+                    self.forward_backward(batch, loss, stats)
+                    failpoint("gradient")
+                if self._scale is None or self._scale.fits(self._params.values()):
+                    return stats
 
     def _cut(self, rows: Sequence[Row]) -> list[MicroBatch]:
         return micro_batches(rows, self._limits, pad_id=self.options.pad_id, device=self.device)
@@ -206,9 +208,7 @@ class LocalLearner:
 
     def _strategy(self, pools: Pools) -> RowByRow | Batched:
         """Return how to compute the gradients of a block whose baselines depend on them."""
-        if self._batched is None or alone_is_faster(pools):
-            return self._row_by_row
-        return self._batched
+        return self._row_by_row if self._batched is None or alone_is_faster(pools) else self._batched
 
     def _backward(self, total: torch.Tensor) -> None:
         if not torch.isfinite(total):
@@ -333,14 +333,15 @@ class LocalLearner:
         return torch.autocast(self.device.type, dtype=self.options.compute_dtype)
 
     def apply(self, lr: float) -> float:
-        norm = self._clipped()
-        if not torch.isfinite(norm):
+        with self.seconds.phase("optimizer"):
+            norm = self._clipped()
+            if not torch.isfinite(norm):
+                self._optimizer.zero_grad(set_to_none=True)
+                raise FloatingPointError(f"the gradient norm is {norm.item()}; the weights were left as they were")
+            set_learning_rate(self._optimizer, lr)
+            self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(f"the gradient norm is {norm.item()}; the weights were left as they were")
-        set_learning_rate(self._optimizer, lr)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+            return float(norm)
 
     def close(self) -> None: ...
 
@@ -362,8 +363,8 @@ class LocalLearner:
         return MergedWeights(self._causal_lm)
 
     def metrics(self) -> dict[str, float]:
-        """Return GPU memory of this process's tensors, GiB: current, and peak since the last call."""
-        return gpu_memory_since(self.device)
+        """Return GPU memory of this process, GiB: current, and peak since the last call; and the seconds since then."""
+        return gpu_memory_since(self.device) | update_metrics(self.seconds.take())
 
     def save(self, directory: Path) -> None:
         self._save_trained(directory / "model")

@@ -48,7 +48,10 @@ const plan = (data, { runs, several, hidden, logged, runColor }) => {
       ["Tokens per second", { zero: true, keys: [["tokens_per_second", "tokens/s"]] }],
       ["Seconds a step", { zero: true, format: charts.duration, keys: [["step_time", "step"]] }],
       ["Memory of the GPU, GiB", { zero: true, keys: [["gpu/peak_memory_gib", "peak"], ["gpu/memory_gib", "after the step"]] }],
-      ["Seconds a step, by phase", { stacked: true, format: charts.duration, keys: phases() }],
+      ["Seconds a step, by phase", { stacked: true, format: charts.duration, keys: parts("seconds/") }],
+      ["Seconds of generation a step", { stacked: true, format: charts.duration, keys: parts("seconds/generate/") }],
+      ["Seconds of the update a step", { stacked: true, format: charts.duration, keys: parts("seconds/update/") }],
+      ...(parts("sampler/seconds/").length ? [["Seconds of all samplers a step", { stacked: true, format: charts.duration, keys: parts("sampler/seconds/") }]] : []),
     ] },
   ];
 
@@ -92,15 +95,16 @@ const plan = (data, { runs, several, hidden, logged, runColor }) => {
     return [...names].map((k) => [k, k.slice(8, -5)]);
   }
 
-  function phases() {
-    const names = new Set(runs.flatMap((r) => Object.keys(r.metrics)).filter((k) => k.startsWith("seconds/")));
-    return [...names].map((k, n) => [k, k.slice(8), runColor(n)]);
+  /** Seconds by what they were spent on, without the parts of parts and the sum of all. */
+  function parts(prefix) {
+    const names = new Set(runs.flatMap((r) => Object.keys(r.metrics)).filter((k) => k.startsWith(prefix) && !/\/|^total$/.test(k.slice(prefix.length))));
+    return [...names].map((k, n) => [k, k.slice(prefix.length), runColor(n)]);
   }
 
   /** Charts for what the plan does not name. */
   function rest() {
     const named = new Set([...PLAN, offPolicy].flatMap((s) => s.charts.flatMap(([, c]) => [...c.keys.map(([k]) => k), ...(c.band || [])])));
-    ["step", "num_tokens", "seconds_total"].forEach((k) => named.add(k));
+    ["step", "num_tokens", "num_decoded_tokens", "num_computed_tokens", "seconds_total", "sampler/seconds/total"].forEach((k) => named.add(k));
     const found = (evals) => [...new Set(runs.flatMap((r) => Object.keys(evals ? r.evals : r.metrics)))]
       .filter((k) => !named.has(k) && k.startsWith("eval/") === evals);
     const chart = (k, evals) => [k, { evals, points: evals, keys: [[k, k]] }];

@@ -124,6 +124,15 @@ const report = (data, view) => {
     return el("div", { class: "card" }, box);
   }
 
+  /** Seconds and tokens by what they were spent on. */
+  function costsCard() {
+    const box = el("div", { class: "costs" });
+    const show = () => box.replaceChildren(...runs[focus].costs.map((found) => table(found.head, found.rows, (row) => row[0], "")));
+    onFocus.push(show);
+    show();
+    return runs.some((r) => r.costs.length) ? el("div", { class: "card below" }, el("h3", {}, "What seconds and tokens were spent on"), box) : "";
+  }
+
   function proofSection() {
     const tables = ({ rules, again }) => [
       ...(rules ? [el("h3", {}, "What the rules got wrong"), table(rules.head, rules.rows, (row) => row[0], "cards"),
@@ -246,6 +255,7 @@ const report = (data, view) => {
     const averaged = Math.max(...runs.map((r) => r.averaged));
     const sections = PLAN.map((plan) => chartSection(plan, mounts));
     sections[1].append(el("div", { class: "totals" }, stackBars(), totalsCard()));
+    sections.find((node) => node.id === "time").append(costsCard());
     if (rest.length) sections.push(folded(chartSection({ id: "more", title: "Everything else that was logged", charts: rest }, mounts), rest.length));
     const app = document.getElementById("app");
     const [{ heading }] = runs;
