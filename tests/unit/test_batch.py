@@ -100,10 +100,12 @@ class TestPacked:
         apart = packed(rows, replace(limits, pairs=0))
         assert len(apart) == 8 * 8 // (limits.tokens // 62), "as many as before, where each row has its prompt"
 
-    def test_rows_of_one_length_stay_together_where_completions_are(self) -> None:
+    def test_rows_of_one_length_stay_together_unless_lanes_need_no_padding(self) -> None:
         rows = rows_with_prompts(8, 4, [3, 60, 3, 60])
-        parts = packed(rows, PassLimits(16 * 64, pass_tokens=64, pairs=1000))
+        parts = packed(rows, PassLimits(16 * 64, pass_tokens=64))
         assert [{len(row.rollout.token_ids) for row in part.rows} for part in parts] == [{60}, {3}]
+        (part,) = packed(rows, PassLimits(16 * 64, pass_tokens=64, pairs=1000))
+        assert part.computed < 16 * 64 + 16 * 7
 
     def test_a_large_model_shares_and_pads_by_smaller_savings(self) -> None:
         assert PassLimits.for_model(1, 500_000, share=True).pass_tokens == PASS_TOKENS

@@ -139,7 +139,7 @@ def test_a_gpu_gets_few_micro_batches() -> None:
         len(micro_batches(rows, PassLimits.for_model(16_384, 600_000_000, share=True, device=device), pad_id=0))
         for device in ("cpu", "cuda")
     ]
-    assert counts[1] <= 20 < counts[0]
+    assert max(counts) <= 20
 
 
 def test_a_gpu_gets_one_attention_call_a_layer() -> None:

@@ -71,7 +71,7 @@ def test_completions_of_one_token_are_predicted_by_the_prompt() -> None:
     expected, _ = gradients(llama().double(), [collate(rows, pad_id=0)], LossConfig())
     batch = collate(rows, pad_id=0, limits=PassLimits(pairs=ALL))
     assert batch.trees is not None
-    assert len(batch.trees.input_ids_US) == 2
+    assert len(batch.trees.predicting_P) == 2
     assert_equal(gradients(llama().double(), [batch], LossConfig())[0], expected, tolerance=1e-6)
 
 

@@ -9,11 +9,13 @@ and gradients are those of rows computed apart; what several rows have in common
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import NamedTuple, cast
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import cast
 
 import numpy as np
 import torch
@@ -31,7 +33,9 @@ by operations, for usual shapes."""
 BLOCK_SHARE = 0.75
 """Share of the token limit for rows whose activations are partly kept until their common baselines are known."""
 TREE_GRAIN = 8
-"""Trees are padded to a multiple of this: fused kernels want a mask with rows of 16 bytes."""
+"""Lanes are padded to a multiple of this: fused kernels want a mask with rows of 16 bytes."""
+LANE_WIDTHS = (1, 2, 3, 4, 6, 8)
+"""Widths of lanes that are tried, in longest rows."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,17 @@ class Pools:
 
 @dataclass(frozen=True)
 class PrefixTrees:
-    """U trees of up to S nodes, in depth-first order: node j is on the way to node i if j <= i < stop[j]."""
+    """Trees in U lanes of S nodes, in depth-first order: node j is on the way to node i if j <= i < stop[j]."""
 
     input_ids_US: torch.Tensor
     position_ids_US: torch.Tensor
     stop_US: torch.Tensor
     node_BT: torch.Tensor
-    """int64: where the trees, laid end to end, have the token of a row; 0 from its last action on."""
+    """int64: where the lanes, laid end to end, have the token of a row; 0 from its last action on."""
+    predicting_P: torch.Tensor
+    """int64: nodes that predict a sampled token, ascending."""
+    predicting_N: torch.Tensor
+    """int64: which of them predicts each sampled token, in row-major order."""
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
         """Return [U, 1, S, S]: 0 where node i (third) attends to node j (fourth), else very negative.
@@ -118,96 +126,95 @@ class PassLimits:
 NO_LIMIT = PassLimits()
 
 
-class Place(NamedTuple):
-    """Where a row is in the trees."""
+@dataclass(frozen=True)
+class Lanes:
+    """Where rows are in the trees. Trees lie end to end in lanes of `width` nodes."""
 
-    tree: int
-    shared: int
-    """Tokens that it shares with the row before it in that tree."""
+    order: list[int]
+    """Rows in lexicographic order: each shares most with the one before it."""
+    shared: list[int]
+    """Nodes that a row, in this order, has in common with the one before it in its lane."""
+    lane: list[int]
+    """Lane of each row in this order, ascending."""
+    width: int
+
+    @property
+    def computed(self) -> int:
+        """Return the number of nodes, padding included."""
+        return (self.lane[-1] + 1) * self.width
+
+    def cost(self, pairs: float) -> float:
+        """Return the cost in tokens: a node attends to all of its lane."""
+        return self.computed * (1 + self.width / pairs)
+
+
+def best_lanes(rows: Sequence[Row], limits: PassLimits) -> Lanes:
+    """Return the cheapest lanes: wide ones repeat and pad less, and narrow ones attend to less."""
+    order = sorted(range(len(rows)), key=lambda b: _sort_key(rows[b]))
+    inputs = [rows[b].inputs for b in order]
+    lengths = [len(tokens) for tokens in inputs]
+    shared = [0, *(common_prefix(before, tokens) for before, tokens in pairwise(inputs))]
+    longest, nodes = max(lengths), sum(lengths) - sum(shared)
+    most = max(longest, min(nodes, limits.tokens // TREE_GRAIN * TREE_GRAIN))
+    tried = (_filled(order, lengths, shared, min(times * longest, most)) for times in LANE_WIDTHS)
+    return min((*tried, _filled(order, lengths, shared, most)), key=lambda lanes: lanes.cost(limits.pairs))
+
+
+def _filled(order: list[int], lengths: list[int], shared: list[int], room: int) -> Lanes:
+    """Fill lanes of `room` nodes in this order; a row that does not fit begins the next one."""
+    width = -(-room // TREE_GRAIN) * TREE_GRAIN
+    lanes: list[int] = []
+    within: list[int] = []
+    lane, used = -1, width + 1
+    for length, common in zip(lengths, shared, strict=True):
+        used += length - common
+        if used > width:
+            lane, used, common = lane + 1, length, 0
+        lanes.append(lane)
+        within.append(common)
+    return Lanes(order, within, lanes, width)
+
+
+def _sort_key(row: Row) -> bytes:
+    return row.inputs.astype(">i8").tobytes()  # compares as the ids do, and faster
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows that one pass computes, with the prefix trees that hold them; grown rollout by rollout."""
+    """Rows that one pass computes."""
 
-    limits: PassLimits
-    rollouts: list[Sequence[Row]] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
-    """One per row; none if the limits let them share nothing."""
-    sizes: list[int] = field(default_factory=list)
-    """Nodes of each tree."""
-    longest: int = 0
-    tokens: int = 0
-    """Tokens of the rows, prompts included."""
-    _last: dict[tuple[int, ...], tuple[int, np.ndarray]] = field(default_factory=dict)
-    """Prompt -> its last tree, and the inputs of the row placed there last."""
+    rollouts: Sequence[Sequence[Row]]
+    lanes: Lanes | None = None
+    """None: rows are padded to the longest, and share nothing."""
 
     @staticmethod
-    def from_rows(rows: Sequence[Row], limits: PassLimits) -> Packing:
-        packing = Packing(limits)
-        for rollout in rollouts_of(rows):
-            packing = packing.with_rollout(rollout)
-        return packing
+    def sharing(rollouts: Sequence[Sequence[Row]], limits: PassLimits) -> Packing:
+        """Return a packing with prefix trees, where they cost less."""
+        apart = Packing(rollouts)
+        if not limits.pairs:
+            return apart
+        shared = Packing(rollouts, best_lanes(apart.rows, limits))
+        return shared if shared.cost(limits) < apart.cost(limits) else apart
 
-    def with_rollout(self, rollout: Sequence[Row]) -> Packing:
-        """Return a larger packing, whose trees have grown by the rows of `rollout`."""
-        packing = Packing(
-            self.limits,
-            [*self.rollouts, rollout],
-            [*self.places],
-            [*self.sizes],
-            max(self.longest, *(row.length for row in rollout)),
-            self.tokens + sum(row.length for row in rollout),
-            {**self._last},
-        )
-        if self.limits.pairs:
-            packing.places.extend(packing._place(row) for row in rollout)
-        return packing
-
-    def _place(self, row: Row) -> Place:
-        """Add a row to the tree of the row before it with the same prompt, from where they differ.
-
-        It gets a tree of its own where attention to all nodes of a tree would cost more than sharing saves.
-        """
-        tokens, prompt = row.inputs, row.rollout.prompt_ids
-        tree, before = self._last.get(prompt, (-1, tokens[:0]))
-        shared = common_prefix(before, tokens)
-        size, new = self.sizes[tree] if shared else 0, len(tokens) - shared
-        if (size + new) ** 2 - size**2 - len(tokens) ** 2 / 2 > self.limits.pairs * shared:
-            shared, new = 0, len(tokens)
-        if not shared:
-            tree = len(self.sizes)
-            self.sizes.append(0)
-        self.sizes[tree] += new
-        self._last[prompt] = tree, tokens
-        return Place(tree, shared)
-
-    @property
+    @cached_property
     def rows(self) -> list[Row]:
         return list(chain.from_iterable(self.rollouts))
 
-    @property
-    def shares(self) -> bool:
-        """Return whether trees cost less. Without them the last token of a row and half of its pairs are left out."""
-        if not self.sizes:
-            return False
-        S, T, pairs = max(self.sizes), self.longest, self.limits.pairs
-        rows = len(self.places)
-        return len(self.sizes) * S * (1 + S / pairs) < rows * (T - 1) * (1 + T / 2 / pairs)
+    @cached_property
+    def longest(self) -> int:
+        return max(row.length for row in self.rows)
 
     @property
     def computed(self) -> int:
         """Return the number of computed tokens, padding included."""
-        if self.shares:
-            return len(self.sizes) * max(self.sizes)
-        return sum(len(rollout) for rollout in self.rollouts) * self.longest
+        return len(self.rows) * self.longest if self.lanes is None else self.lanes.computed
 
-    @property
-    def fits(self) -> bool:
-        """Return whether it is within the limits."""
-        computed = self.computed
-        padding = computed - (sum(self.sizes) if self.shares else self.tokens)
-        return computed <= self.limits.tokens and padding <= self.limits.pass_tokens
+    def cost(self, limits: PassLimits) -> float:
+        """Return the cost in tokens. Without trees the last token of a row and half of its pairs are left out."""
+        if self.lanes is not None:
+            return self.lanes.cost(limits.pairs)
+        T, pairs = self.longest, limits.pairs or math.inf
+        return len(self.rows) * (T - 1) * (1 + T / 2 / pairs)
 
     def micro_batch(self, pad_id: int, device: torch.device | str = "cpu") -> MicroBatch:
         """Right-pad the rows, or lay out their trees."""
@@ -230,68 +237,97 @@ class Packing:
             advantages_B=torch.tensor([row.advantage for row in rows], dtype=torch.float64, device=device),
             row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float64, device=device),
             rollout_B=None if len(self.rollouts) == B else torch.tensor(number_B, device=device),
-            trees=self.trees(device) if self.shares else None,
+            trees=None if self.lanes is None else self._trees(self.lanes, mask, device),
         )
 
-    def trees(self, device: torch.device | str = "cpu") -> PrefixTrees:
+    def _trees(self, lanes: Lanes, mask_BT: np.ndarray, device: torch.device | str) -> PrefixTrees:
         """Return the trees as arrays."""
-        rows = self.rows
-        S = -(-max(self.sizes) // TREE_GRAIN) * TREE_GRAIN
-        shape = len(self.sizes), S
-        ids, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        stops = np.broadcast_to(np.arange(1, S + 1), shape).copy()  # padding attends to itself
-        nodes = np.zeros((len(rows), self.longest), dtype=np.int64)
-        paths = [np.zeros(0, dtype=np.int64)] * len(self.sizes)
-        grown = [0] * len(self.sizes)
-        for b, (row, (u, shared)) in enumerate(zip(rows, self.places, strict=True)):
-            start, tokens = grown[u], row.inputs
-            grown[u] = stop = start + len(tokens) - shared
-            stops[u, paths[u][shared:]] = start
-            paths[u] = np.concatenate([paths[u][:shared], np.arange(start, stop)])
-            ids[u, start:stop], positions[u, start:stop] = tokens[shared:], np.arange(shared, len(tokens))
-            stops[u, paths[u]] = stop
-            nodes[b, : len(tokens)] = u * S + paths[u]
-        return PrefixTrees(*(torch.from_numpy(array).to(device) for array in (ids, positions, stops, nodes)))
+        S = lanes.width
+        size = lanes.computed
+        ids, positions = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+        stops = np.arange(1, size + 1)  # padding attends to itself
+        node_BT = np.zeros(mask_BT.shape, dtype=np.int64)
+        path, end, open_lane = stops[:0], 0, -1
+        for b, shared, lane in zip(lanes.order, lanes.shared, lanes.lane, strict=True):
+            tokens = self.rows[b].inputs
+            start = end if lane == open_lane else lane * S
+            end, open_lane = start + len(tokens) - shared, lane
+            path = np.concatenate([path[:shared], np.arange(start, end)])
+            ids[start:end], positions[start:end] = tokens[shared:], np.arange(shared, len(tokens))
+            stops[path] = end
+            node_BT[b, : len(tokens)] = path
+        predicting_P, predicting_N = np.unique(node_BT[:, :-1][mask_BT[:, 1:]], return_inverse=True)
+        in_lanes = ids.reshape(-1, S), positions.reshape(-1, S), (stops - np.arange(size) // S * S).reshape(-1, S)
+        arrays = (*in_lanes, node_BT, predicting_P, predicting_N)
+        return PrefixTrees(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def packed(rows: Sequence[Row], limits: PassLimits) -> list[Packing]:
-    """Group rows of similar length, longest first, or group siblings, whichever computes fewer tokens; ignore pools."""
-    by_length = sorted(rollouts_of(rows), key=lambda rollout: max(row.length for row in rollout), reverse=True)
-    if not limits.pairs:
-        return _cut(by_length, limits)
+    """Group rows of similar length, longest first, or group siblings, whichever costs less; ignore pools."""
+    by_length = sorted(rollouts_of(rows), key=_longest, reverse=True)
+    apart = _cut(by_length, limits)
+    if not limits.pairs or not rows:
+        return apart
     longest: dict[tuple[int, ...], int] = {}
-    for first, *others in by_length:
-        longest.setdefault(first.rollout.prompt_ids, max(row.length for row in (first, *others)))
+    for rollout in by_length:
+        longest.setdefault(rollout[0].rollout.prompt_ids, _longest(rollout))
 
-    def sibling_order(rollout: Sequence[Row]) -> tuple[int, tuple[int, ...], list[int]]:
-        prompt = rollout[0].rollout.prompt_ids
-        return -longest[prompt], prompt, rollout[0].inputs.tolist()
+    def sibling_order(rollout: Sequence[Row]) -> tuple[int, bytes]:
+        return -longest[rollout[0].rollout.prompt_ids], _sort_key(rollout[0])
 
-    orders = by_length, sorted(by_length, key=sibling_order)
-    return min((_cut(order, limits) for order in orders), key=_cost)
+    sharing = _divided(sorted(by_length, key=sibling_order), limits)
+    return sharing if _cost(sharing, limits) < _cost(apart, limits) else apart
+
+
+def _longest(rollout: Sequence[Row]) -> int:
+    return max(row.length for row in rollout)
 
 
 def _cut(rollouts: Sequence[Sequence[Row]], limits: PassLimits) -> list[Packing]:
-    """Split rollouts in this order into packings, each as large as the limits allow."""
-    packings: list[Packing] = []
+    """Split rollouts, longest first, into packings that share nothing, each as large as the limits allow."""
+    parts: list[list[Sequence[Row]]] = []
+    longest = count = tokens = 0
     for rollout in rollouts:
-        if packings and (larger := packings[-1].with_rollout(rollout)).fits:
-            packings[-1] = larger
-        else:
-            packings.append(Packing(limits).with_rollout(rollout))
-    return packings
+        count, tokens = count + len(rollout), tokens + sum(row.length for row in rollout)
+        if not parts or count * longest > limits.tokens or count * longest - tokens > limits.pass_tokens:
+            parts.append([])
+            longest, count, tokens = _longest(rollout), len(rollout), sum(row.length for row in rollout)
+        parts[-1].append(rollout)
+    return [Packing(part) for part in parts]
 
 
-def _cost(packings: Sequence[Packing]) -> int:
+def _divided(rollouts: Sequence[Sequence[Row]], limits: PassLimits) -> list[Packing]:
+    """Split rollouts, those with the longest siblings first, by the token limit and where that costs less."""
+    whole = Packing.sharing(rollouts, limits)
+    too_large = whole.computed > limits.tokens
+    cut = len(rollouts) // -(-whole.computed // limits.tokens) if too_large else _length_cut(whole, limits)
+    if len(rollouts) == 1 or (cut == 0 and not too_large):
+        return [whole]
+    cut = max(cut, 1)
+    parts = _divided(rollouts[:cut], limits) + _divided(rollouts[cut:], limits)
+    return parts if too_large or _cost(parts, limits) < _cost([whole], limits) else [whole]
+
+
+def _length_cut(packing: Packing, limits: PassLimits) -> int:
+    """Return the rollout from which on the others are enough shorter to pay for a pass; 0: there is none."""
+    longest_R = np.array([_longest(rollout) for rollout in packing.rollouts])
+    rest_R = np.maximum.accumulate(longest_R[::-1])[::-1]
+    # A shorter row has less padding, and a node in a narrower lane attends to less.
+    each = (len(packing.rows) if packing.lanes is None else packing.lanes.computed / limits.pairs) / len(longest_R)
+    saved_R = each * np.arange(len(longest_R), 0, -1) * (longest_R.max() - rest_R)
+    return int(saved_R.argmax()) if saved_R.max() > limits.pass_tokens else 0
+
+
+def _cost(packings: Sequence[Packing], limits: PassLimits) -> float:
     """Return the cost of computing these packings, in tokens."""
-    return sum(packing.computed + packing.limits.pass_tokens for packing in packings)
+    return sum(packing.cost(limits) + limits.pass_tokens for packing in packings)
 
 
 def collate(
     rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu", limits: PassLimits = NO_LIMIT
 ) -> MicroBatch:
     """Return rows in this order as one micro-batch, of any size."""
-    return Packing.from_rows(rows, limits).micro_batch(pad_id, device)
+    return Packing.sharing(rollouts_of(rows), limits).micro_batch(pad_id, device)
 
 
 def micro_batches(

@@ -46,9 +46,9 @@ class Row:
     @cached_property
     def inputs(self) -> np.ndarray:
         """Return the tokens that predict actions, int64: the prompt, and all before the last action."""
-        actions = np.flatnonzero(self.rollout.action_mask)
-        before = self.rollout.token_ids[: actions[-1]] if len(actions) else self.rollout.token_ids[:0]
-        return np.concatenate([np.array(self.rollout.prompt_ids, dtype=np.int64), before])
+        mask = self.rollout.action_mask
+        last = len(mask) - 1 - int(mask[::-1].argmax()) if mask.any() else 0
+        return np.concatenate([np.array(self.rollout.prompt_ids, dtype=np.int64), self.rollout.token_ids[:last]])
 
 
 def rows_of(

@@ -24,18 +24,19 @@ Body = Callable[..., torch.Tensor]
 WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
-def predictions(body: Body, batch: MicroBatch, dtype: torch.dtype) -> torch.Tensor:
-    """Return [N, H] or [N, V] for the N True entries of `mask_BT`, in row-major order. `dtype`: of products."""
-    action_BT, trees = batch.mask_BT[:, 1:], batch.trees
+def predictions(body: Body, batch: MicroBatch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the P distinct states [P, H] or [P, V] that predict tokens, and which of them predicts each of the N True
+    entries of `mask_BT`, in row-major order; None: each has its own. `dtype`: of products."""
+    trees = batch.trees
     if trees is None:
-        return body(input_ids=batch.input_ids_BT[:, :-1], use_cache=False)[action_BT]
+        return body(input_ids=batch.input_ids_BT[:, :-1], use_cache=False)[batch.mask_BT[:, 1:]], None
     states = body(
         input_ids=trees.input_ids_US,
         position_ids=trees.position_ids_US,
         attention_mask=trees.mask(dtype),
         use_cache=False,
     )
-    return states.flatten(0, 1)[trees.node_BT[:, :-1][action_BT]]
+    return states.flatten(0, 1)[trees.predicting_P], trees.predicting_N
 
 
 @torch.no_grad()
@@ -53,10 +54,11 @@ def can_share(model: Any, body: Body, n_tokens: int) -> bool:
     rows = [_row(ids_T, prompt) for ids_T, prompt in zip(ids_BT, (2, 2, 4, 4, 4), strict=True)]
     batch = collate(rows, 0, model.get_input_embeddings().weight.device, PassLimits(pairs=math.inf))
     try:
-        apart, together = (predictions(body, b, model.dtype).float() for b in (replace(batch, trees=None), batch))
+        apart, _ = predictions(body, replace(batch, trees=None), model.dtype)
+        states_PH, of_N = predictions(body, batch, model.dtype)
     except (TypeError, ValueError, RuntimeError, IndexError):  # a class that takes no such mask, each in its own way
         return False
-    return torch.allclose(together, apart, rtol=1e-3, atol=1e-3 * float(apart.abs().max()))
+    return torch.allclose(states_PH[of_N], apart, rtol=1e-3, atol=1e-3 * float(apart.abs().max()))
 
 
 def _row(ids_T: np.ndarray, prompt: int) -> Row:

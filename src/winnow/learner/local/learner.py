@@ -302,11 +302,12 @@ class LocalLearner:
         mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
         with self._autocast():
             wide = self.options.compute_dtype == torch.float32
-            states_NH = predictions(self._body(model), batch, model.dtype if wide else self.options.compute_dtype)
+            dtype = model.dtype if wide else self.options.compute_dtype
+            states_PH, state_N = predictions(self._body(model), batch, dtype)
             head = model.get_output_embeddings() if self._own_head else torch.nn.Identity()
             context = self.distribution.context(batch.input_ids_BT, batch.mask_BT)
             logp_N, entropy_N, squares_N = token_logp(
-                states_NH, head, targets[mask], self.distribution, context, squares=squares
+                states_PH, head, targets[mask], self.distribution, context, state_N=state_N, squares=squares
             )
         entropy_N = entropy_N if with_entropy_grad else entropy_N.detach()
         logp, entropy, squared = (spread(mask, values) for values in (logp_N, entropy_N, squares_N))

@@ -116,26 +116,31 @@ def of_tokens(
 
 
 def token_logp(
-    hidden_NH: torch.Tensor,
+    hidden_PH: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
     targets_N: torch.Tensor,
     distribution: TokenDistribution,
     context: Context | None = None,
     *,
+    state_N: torch.Tensor | None = None,
     squares: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probability (nats) of each target, entropy and sum of squares of each distribution, as `of_tokens`.
 
-    `head` maps [n, H] to raw logits [n, V]. A plain matrix is processed in slices of the vocabulary unless a filter
-    needs all of it. Otherwise positions go through `head` in chunks of at most `CHUNK_ELEMENTS` logits; with several
-    chunks, the backward pass recomputes them.
+    `state_N`: row of `hidden_PH` that predicts each target; None: each has its own. `head` maps [n, H] to raw logits
+    [n, V]. A plain matrix is processed in slices of the vocabulary unless a filter needs all of it. Otherwise positions
+    go through `head` in chunks of at most `CHUNK_ELEMENTS` logits; with several chunks, the backward pass recomputes
+    them.
     """
     if type(head) is torch.nn.Linear and head.bias is None and distribution.plain:
-        hidden, weight = in_the_type_of_autocast(hidden_NH, head.weight[: distribution.n_tokens])
+        hidden, weight = in_the_type_of_autocast(hidden_PH, head.weight[: distribution.n_tokens])
+        if state_N is None:
+            state_N = torch.arange(len(targets_N), device=targets_N.device)
         sliced: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Sliced.apply(
-            hidden, weight, targets_N, distribution.temperature, squares
+            hidden, weight, targets_N, state_N, distribution.temperature, squares
         )
         return sliced
+    hidden_NH = hidden_PH if state_N is None else hidden_PH[state_N]
 
     def chunk(some: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         before = None if context is None else context.part(some)
@@ -155,28 +160,30 @@ class _Sliced(torch.autograd.Function):
     """`of_tokens` of `hidden @ weight.T` without filters, one slice of the vocabulary at a time.
 
     The backward pass recomputes each slice's logits, which costs a third more products with the head. A slice's
-    gradient is written once, and all other intermediate values fit the cache. `hidden_NH` and `weight_VH` have the
-    compute dtype; results are float32, or float64 for float64 input.
+    gradient is written once, and all other intermediate values fit the cache. A state that predicts several targets is
+    multiplied once. `hidden_PH` and `weight_VH` have the compute dtype; results are float32, or float64 for float64
+    input.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_NH: torch.Tensor,
+        hidden_PH: torch.Tensor,
         weight_VH: torch.Tensor,
         targets_N: torch.Tensor,
+        state_N: torch.Tensor,
         temperature: float,
         squares: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
-        largest = torch.full(targets_N.shape, -torch.inf, dtype=wide, device=hidden_NH.device)
+        wide = torch.float64 if hidden_PH.dtype == torch.float64 else torch.float32
+        largest = torch.full((len(hidden_PH),), -torch.inf, dtype=wide, device=hidden_PH.device)
         # Sums of e = exp(logit - largest), of e times (logit - largest), and of e squared.
         total, moment, square = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
-        target = torch.zeros_like(largest)
-        for start, logits in _slices(hidden_NH, weight_VH, temperature, wide):
+        target = torch.zeros(len(targets_N), dtype=wide, device=hidden_PH.device)
+        for start, logits in _slices(hidden_PH, weight_VH, temperature, wide):
             here = (targets_N - start).clamp(0, logits.shape[1] - 1)
             inside = (targets_N >= start) & (targets_N < start + logits.shape[1])
-            target = torch.where(inside, logits.gather(1, here[:, None])[:, 0], target)
+            target = torch.where(inside, logits[state_N, here], target)
             before, largest = largest, torch.maximum(largest, logits.amax(1))
             lower = torch.where(before == -torch.inf, 0, before - largest)
             shrink = torch.where(before == -torch.inf, 0, lower.exp())
@@ -187,51 +194,53 @@ class _Sliced(torch.autograd.Function):
             if squares:
                 square = shrink.square() * square + torch.linalg.vecdot(e, e)
         log_total = total.log()
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, largest + log_total, log_total - moment / total)
+        entropy = log_total - moment / total
+        ctx.save_for_backward(hidden_PH, weight_VH, targets_N, state_N, largest + log_total, entropy)
         ctx.temperature, ctx.wide = temperature, wide
         ctx.set_materialize_grads(False)
-        squared = square / total.square()
-        ctx.mark_non_differentiable(squared)
-        return target - largest - log_total, log_total - moment / total, squared
+        squared_N = (square / total.square())[state_N]
+        ctx.mark_non_differentiable(squared_N)
+        return target - largest[state_N] - log_total[state_N], entropy[state_N], squared_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden_NH, weight_VH, targets_N, norm_N, entropy_N = ctx.saved_tensors
-        to_logp, to_entropy, _ = gradients
-        if to_logp is None:
-            to_logp = torch.zeros_like(norm_N)
-        to_hidden = torch.zeros_like(hidden_NH, dtype=ctx.wide) if ctx.needs_input_grad[0] else None
+        hidden_PH, weight_VH, targets_N, state_N, norm_P, entropy_P = ctx.saved_tensors
+        of_logp, of_entropy, _ = gradients
+        if of_logp is None:
+            of_logp = norm_P.new_zeros(len(targets_N))
+        to_logp = torch.zeros_like(norm_P).index_add_(0, state_N, of_logp)
+        to_entropy = None if of_entropy is None else torch.zeros_like(norm_P).index_add_(0, state_N, of_entropy)
+        to_hidden = torch.zeros_like(hidden_PH, dtype=ctx.wide) if ctx.needs_input_grad[0] else None
         to_weight = torch.empty_like(weight_VH) if ctx.needs_input_grad[1] else None
-        for start, logits in _slices(hidden_NH, weight_VH, ctx.temperature, ctx.wide):
-            logits -= norm_N[:, None]
+        for start, logits in _slices(hidden_PH, weight_VH, ctx.temperature, ctx.wide):
+            logits -= norm_P[:, None]
             if to_entropy is None:
                 y = logits.exp_().mul_(-to_logp[:, None])
             else:
-                factor = to_logp[:, None] + to_entropy[:, None] * (logits + entropy_N[:, None])
+                factor = to_logp[:, None] + to_entropy[:, None] * (logits + entropy_P[:, None])
                 y = logits.exp_().mul_(-factor)
             inside = (targets_N >= start) & (targets_N < start + y.shape[1])
             here = (targets_N - start).clamp(0, y.shape[1] - 1)
-            y.scatter_add_(
-                1, here[:, None], torch.where(inside, to_logp, 0)[:, None]
-            )  # no boolean mask, which would make the host wait
+            # No boolean mask, which would make the host wait.
+            y.view(-1).scatter_add_(0, state_N * y.shape[1] + here, torch.where(inside, of_logp, 0))
             if ctx.temperature != 1:
                 y /= ctx.temperature
-            y = y.to(hidden_NH.dtype)
+            y = y.to(hidden_PH.dtype)
             some = slice(start, start + y.shape[1])
             if to_weight is not None:
-                torch.mm(y.t(), hidden_NH, out=to_weight[some])
+                torch.mm(y.t(), hidden_PH, out=to_weight[some])
             if to_hidden is not None:
                 to_hidden += y @ weight_VH[some]
-        return None if to_hidden is None else to_hidden.to(hidden_NH.dtype), to_weight, None, None, None
+        return None if to_hidden is None else to_hidden.to(hidden_PH.dtype), to_weight, None, None, None, None
 
 
 def _slices(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, wide: torch.dtype
+    hidden_PH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, wide: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield each slice's first id and logits."""
-    elements = SLICE_ELEMENTS.get(hidden_NH.device.type, SLICE_ELEMENTS["cpu"])
-    size = max(1, elements // max(1, len(hidden_NH)))
+    elements = SLICE_ELEMENTS.get(hidden_PH.device.type, SLICE_ELEMENTS["cpu"])
+    size = max(1, elements // max(1, len(hidden_PH)))
     for start in range(0, len(weight_VH), size):
-        logits = (hidden_NH @ weight_VH[start : start + size].t()).to(wide)
+        logits = (hidden_PH @ weight_VH[start : start + size].t()).to(wide)
         yield start, logits if temperature == 1 else logits.div_(temperature)

@@ -226,7 +226,7 @@ class Batched:
             return states
 
         with self.autocast():
-            states_NH = predictions(body, batch, torch.float32)
+            states_NH, _ = predictions(body, batch, torch.float32)
             context = self.head.distribution.context(batch.input_ids_BT, batch.mask_BT)
             tokens = Tokens(states_NH.detach(), targets[mask], rollout_N, rollout_N.to(states_NH.dtype), context)
             return states_NH, tokens, self.head(tokens)
