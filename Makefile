@@ -8,7 +8,7 @@ JOBS ?= 2
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check
 PIP := $(INSTALL) -c constraints.txt
 
-.PHONY: install demo demo-llm test test-ci test-all test-gpu install-scale test-scale test-scale-all install-peers test-peers soak fuzz anywhere bench bench-llm bench-scale bench-claims dist audit docs lock lint clean
+.PHONY: install demo demo-llm test test-ci test-all test-gpu install-scale test-scale test-scale-all install-peers test-peers soak fuzz anywhere bench bench-llm bench-scale bench-claims speedrun bench-speedrun dist audit docs lock lint clean
 
 $(BIN)/python:
 	@echo "install 1/4: a virtual environment in $(VENV) (seconds)"
@@ -128,6 +128,15 @@ bench-claims: $(VENV)/.bench ## the claims, four seeds an arm: hours; can be sto
 	$(BIN)/python benchmarks/claims.py lag --out benchmarks/results/vcpo_claims.json
 	$(BIN)/python benchmarks/claims.py pretrained --out benchmarks/results/llm_claims.json
 	$(BIN)/python benchmarks/claims.py --docs docs/claims-appendix.md
+
+# TRACK: countdown, chain-sums, arithmetic, spell-backward. A second call prints the table of the first; SETTINGS=--again runs anew.
+TRACK ?= countdown
+speedrun: $(VENV)/.bench ## seconds until a model is trained, TRL and Winnow side by side, one seed: ten minutes (docs/speedrun.md)
+	$(BIN)/python benchmarks/speedrun/run.py $(TRACK) --quick $(SETTINGS)
+
+bench-speedrun: $(VENV)/.bench ## all tracks, tuned, four seeds a side: two days; can be stopped and started again
+	for track in countdown chain-sums arithmetic spell-backward; do \
+	  $(BIN)/python benchmarks/speedrun/run.py $$track --tune && $(BIN)/python benchmarks/speedrun/run.py $$track || exit 1; done
 
 # The wheel is the same, byte for byte, from every clone of a commit: its times are the commit's. (The sdist has those of the files.)
 dist: $(VENV)/.installed ## wheel, sdist and a list of what they need; tried in an environment with nothing else

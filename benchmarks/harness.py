@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from winnow.base import __version__
 from winnow.base.machine import processor
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def machine(device: str, *packages: str) -> dict[str, Any]:
         "load_average_at_start": os.getloadavg()[0],
         "accelerator": torch.cuda.get_device_name() if device == "cuda" else None,
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "winnow-rl", *packages)},
+        **{name: version(name) for name in ("torch", "transformers", *packages)},
+        "winnow-rl": __version__,  # also of a checkout that is not installed
     }
 
 

@@ -1,0 +1,204 @@
+"""Seconds until a model is trained: TRL, TRL with Winnow inside, Winnow as DAPO, and Winnow's fastest recipe.
+
+    python benchmarks/speedrun/run.py countdown --tune          # the learning rates of each side, on the tuning seed
+    python benchmarks/speedrun/run.py countdown                 # four seeds; the table and docs/speedrun.png
+    python benchmarks/speedrun/run.py countdown --quick         # a first seed in ten minutes, in build/speedrun/quick
+    python benchmarks/speedrun/run.py arithmetic --device cuda --quick --model DIR
+
+Rules: docs/speedrun.md. Each run is a process of its own, and sides alternate. A run leaves one JSON file; what has one
+is not run again. An interrupted run starts anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from harness import ROOT, read_json, write_json
+from speedrun import table
+from speedrun.evaluation import CURVE
+from speedrun.sides import RUN, Spec
+from speedrun.tracks import SIDES, TRACKS, TUNING_SEED, WORK
+from tables import fill
+
+HERE = Path(__file__).resolve().parent
+Job = tuple[str, float, int]
+"""Side, learning rate, seed."""
+QUICK_GROWTH = 1.3
+DOCS = ROOT / "docs" / "speedrun.md"
+OFFICIAL, QUICK = ROOT / "benchmarks" / "results", WORK / "quick"
+
+
+def available(sides: Sequence[str]) -> list[str]:
+    """Return the sides whose packages are installed; say which are left out."""
+    missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
+    left_out = [side for side in sides if side.startswith("trl") and missing]
+    if left_out:
+        print(f"left out: {', '.join(left_out)}; not installed: {', '.join(missing)}", flush=True)
+    return [side for side in sides if side not in left_out]
+
+
+def rate_of(side: str, track: str, directory: Path) -> float:
+    """Return the tuned learning rate of a side; the middle one of its grid until it is tuned."""
+    tuned = read_json(directory / table.TUNED)
+    return float(tuned[side]["rate"]) if side in tuned else TRACKS[track].entries[side].rates[1]
+
+
+def jobs_of(track: str, sides: Sequence[str], seeds: Sequence[int], directory: Path, tune: bool) -> list[Job]:
+    """Return the runs in their order: seed by seed (rate by rate), the sides in changing order."""
+    entries = TRACKS[track].entries
+    jobs: list[Job] = []
+    for number, seed in enumerate(range(3) if tune else seeds):
+        for side in sides if number % 2 == 0 else reversed(sides):
+            rate = entries[side].rates[number] if tune else rate_of(side, track, directory)
+            jobs.append((side, rate, TUNING_SEED if tune else seed))
+    return jobs
+
+
+def make_model(track: str) -> str:
+    """Return the directory of the model that all sides start from, made first if need be. Exits if it is not here."""
+    from winnow.base.errors import ConfigError
+    from winnow.engine.pretrained import located
+
+    t = TRACKS[track]
+    t.prepare()
+    if t.warm_start is None:
+        try:
+            return located(t.model)
+        except ConfigError as error:
+            raise SystemExit(str(error)) from None
+    path = WORK / "models" / t.model
+    if not (path / "config.json").exists():
+        from speedrun.sides import config_of
+
+        from winnow.run.inputs import build_task
+        from winnow.study.warm_start import WarmStartConfig, warm_start
+
+        print(f"{track}: making the model that all sides start from, outside the clock", flush=True)
+        spec = Spec(track, "dapo", 0, 0.0001, "cpu", str(path), str(WORK), 0.0, 0.0)
+        warm_start(build_task(config_of(spec).env), path, config=WarmStartConfig(**t.warm_start))
+    return str(path)
+
+
+def run_job(spec: Spec, record: Path) -> bool:
+    """Train in a process, evaluate in another, write the record. Returns whether it succeeded."""
+    directory = Path(spec.directory)
+    before = os.getloadavg()[0]
+    if not (directory / RUN).exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        begun = json.dumps(asdict(replace(spec, began=time.time())))
+        if not _child("sides.py", begun, directory):
+            return False
+    after = os.getloadavg()[0]
+    if not _child("evaluation.py", spec.directory, directory):
+        return False
+    found = read_json(directory / RUN)
+    del found["points"]
+    curve = json.loads((directory / CURVE).read_text(encoding="utf-8"))
+    write_json(record, found | {"curve": curve, "load_average": [before, after], "commit": commit()})
+    shutil.rmtree(directory)
+    return True
+
+
+def _child(script: str, argument: str, directory: Path) -> bool:
+    """Run a script; its output goes to a log, of which a failure shows the end."""
+    log = directory / "log.txt"
+    with log.open("a", encoding="utf-8") as out:
+        done = subprocess.run([sys.executable, str(HERE / script), argument], stdout=out, stderr=subprocess.STDOUT)
+    if done.returncode:
+        print("".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-15:]) + f"failed: {log}", flush=True)
+    return done.returncode == 0
+
+
+def commit() -> str:
+    """Return the commit, with a mark if files have changed since; empty outside a repository."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def tune(directory: Path, target: float) -> None:
+    """Write each side's choice, with all of its tries."""
+    tries: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(directory.glob(f"*-{TUNING_SEED}.json")):
+        record = read_json(file)
+        tries.setdefault(record["side"], []).append(table.summary_of(record, target))
+    choices = {side: {"rate": table.chosen(runs)["rate"], "tries": runs} for side, runs in tries.items()}
+    write_json(directory / table.TUNED, choices)
+    for side, choice in choices.items():
+        print(f"{side}: {choice['rate']:g}", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("track", choices=list(TRACKS))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 to 3; with --quick 0")
+    parser.add_argument("--tune", action="store_true", help="choose each side's learning rate of three")
+    parser.add_argument("--quick", action="store_true", help="lower target and cap, fewer evaluations")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", help="directory of the model to start from; default: made or fetched")
+    parser.add_argument("--again", action="store_true", help="also run what has a record")
+    parser.add_argument("--changes", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all sides")
+    parser.add_argument("--out", type=Path, help="folder of records, table and plot instead of benchmarks/results")
+    options = parser.parse_args()
+    if options.changes and options.out is None:
+        parser.error("--changes: other settings need a folder of their own; set --out")
+    return options
+
+
+def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool) -> bool:
+    """Run the jobs without a record. Returns whether all succeeded."""
+    ok = True
+    for number, (side, rate, seed) in enumerate(jobs, start=1):
+        record = records / f"{side}-{rate:g}-{seed}.json"
+        print(f"{number}/{len(jobs)} {spec.track}: {side}, rate {rate:g}, seed {seed}", flush=True)
+        if again or not record.exists():
+            place = f"{spec.directory}/{record.stem}"
+            ok &= run_job(replace(spec, side=side, rate=rate, seed=seed, directory=place), record)
+    return ok
+
+
+def main() -> None:
+    options = arguments()
+    suffix = "-cuda" if options.device == "cuda" else ""
+    name = options.track + suffix
+    out = options.out or (QUICK if options.quick else OFFICIAL)
+    work, plot = (WORK, DOCS.parent) if out == OFFICIAL else (out.resolve(), out)
+    records = out / "speedrun" / name
+    target, cap_s = TRACKS[options.track].limits(options.quick)
+    growth = QUICK_GROWTH if options.quick else TRACKS[options.track].growth
+    seeds = options.seeds or ([0] if options.quick else [0, 1, 2, 3])
+    tuned = records if (records / table.TUNED).exists() else OFFICIAL / "speedrun" / name
+    jobs = jobs_of(options.track, available(options.sides), seeds, tuned, options.tune)
+    model = options.model or make_model(options.track)
+    directory, changes = str(work / "runs" / name), tuple(options.changes)
+    spec = Spec(options.track, "", 0, 0.0, options.device, model, directory, cap_s, growth, changes)
+    ok = run_all(jobs, spec, records, options.again)
+    if options.tune:
+        tune(records, target)
+    else:
+        made = table.write(out / "speedrun.json", name, table.figures_in(records, target), target)
+        print(made)
+        if out == OFFICIAL:
+            fill(DOCS, {f"speedrun-{name}": made})
+        targets = {track + s: TRACKS[track].limits(options.quick)[0] for s in ("", "-cuda") for track in TRACKS}
+        table.draw(out / "speedrun", targets, plot / "speedrun.png")
+    if not ok:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
