@@ -1,6 +1,6 @@
 """What a group costs outside the engine: CPU milliseconds of a run's driver, by part, and of an earlier version.
 
-    python benchmarks/bench.py driver_cost --model models/countdown --against v0.9 --out benchmarks/results/driver_cost.json
+    python benchmarks/bench.py driver_cost --model models/countdown --against v0.9 --out driver_cost.json
 
 A run of `recipes/thrifty.yaml` without evaluations. Sides take turns in one call, each repeat in a fresh process. The
 unit is CPU time of the process (all threads), divided by the groups that were rolled out:
@@ -91,7 +91,9 @@ def measure(model: Path, steps: int) -> dict[str, Any]:
 def checkout(revision: str) -> Iterator[Path]:
     """Yield a folder with the sources of a revision."""
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "-C", str(ROOT), "archive", revision, "src"], stdout=subprocess.PIPE, check=True)
+        archive = subprocess.run(
+            ["git", "-C", str(ROOT), "archive", revision, "src"], stdout=subprocess.PIPE, check=True
+        )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         yield Path(folder) / "src"
 

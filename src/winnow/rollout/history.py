@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..env.chat import is_begun
-from ..env.prompting import NextMessages, encode_observation, encode_prompt, first_messages, with_messages
+from ..env.prompting import NextMessages, PromptError, encode_observation, encode_prompt, first_messages, with_messages
 from ..types import Message, Prompt, Turn
 from .in_flight import Sibling
 
@@ -28,8 +28,16 @@ class PromptTokens:
         self._tokenizer = tokenizer
         self._of_text: dict[str, tuple[int, ...]] = {}
 
-    def of(self, prompt: Prompt, observation: str | None) -> tuple[int, ...]:
-        """Return what `encode_prompt` does."""
+    def of(self, prompt: Prompt, observation: str | None, limit: int) -> tuple[int, ...]:
+        """Return what `encode_prompt` does. Raises PromptError where that is longer than `limit`."""
+        if not isinstance(observation, str | None):
+            raise TypeError(f"reset() must return a text or None, not {type(observation).__name__}")
+        ids = self._encoded(prompt, observation)
+        if len(ids) > limit:
+            raise PromptError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
+        return ids
+
+    def _encoded(self, prompt: Prompt, observation: str | None) -> tuple[int, ...]:
         if prompt.text is None or prompt.messages is not None or observation is not None:
             return encode_prompt(self._tokenizer, prompt, observation)
         ids = self._of_text.get(prompt.text)

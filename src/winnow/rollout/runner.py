@@ -15,9 +15,9 @@ from typing import Any
 
 from ..base.seconds import Seconds
 from ..engine.base import Engine, Finished, Reached, engine_seconds
-from ..env.base import Env, ModelTurn, OneTurn, OverlappingEnv, StepResult, Task
+from ..env.base import ModelTurn, OneTurn, OverlappingEnv, StepResult, Task
 from ..env.private import private_prompt
-from ..env.prompting import PromptError, cut_at_stop, decode, decode_turns, decode_whole, stop_string_of
+from ..env.prompting import cut_at_stop, decode, decode_turns, decode_whole, stop_string_of
 from ..env.rewards.rewarder import Rewarder
 from ..env.workers.calls import shared_calls
 from ..methods.gate import NamedRule
@@ -78,8 +78,9 @@ class RolloutRunner:
 
     def launch(self, job: Job) -> None:
         """Start the siblings of a job. If the prompt cannot be encoded, all of them fail."""
-        visit = job.visit
-        flight = Flight(job, siblings_of(job, greedy=self.options[job.purpose].greedy_baseline), [])
+        visit, options = job.visit, self.options[job.purpose]
+        limit, alone = options.max_prompt_length, self._one_turn or job.purpose == "probe"
+        flight = Flight(job, siblings_of(job, greedy=options.greedy_baseline), [])
         if flight.key in self._flights:
             raise ValueError(f"visit {visit.number} is already in flight")
         if job.purpose == "train":
@@ -89,9 +90,9 @@ class RolloutRunner:
         ready: list[Sibling] = []
         for sibling in flight.siblings:
             try:
-                env = sibling.env = self._environment(job)
+                env = sibling.env = None if alone else self.task.make_env(private_prompt(visit.prompt))
                 if env is None:
-                    shared = sibling.rollout.prompt_ids = shared or self._encode(job, None)
+                    shared = sibling.rollout.prompt_ids = shared or self._prompts.of(visit.prompt, None, limit)
                 else:
                     with self.seconds.phase("environments"):
                         answer = env.start_reset() if isinstance(env, OverlappingEnv) else env.reset()
@@ -105,22 +106,10 @@ class RolloutRunner:
         self._submit(flight, ready)
         self._close_if_ended(flight)
 
-    def _environment(self, job: Job) -> Env | OverlappingEnv | None:
-        none = self._one_turn or job.purpose == "probe"
-        return None if none else self.task.make_env(private_prompt(job.visit.prompt))
-
     def _begin(self, job: Job, sibling: Sibling, observation: str | None) -> None:
-        sibling.rollout.prompt_ids = self._encode(job, observation)
-        begin(sibling, job.visit.prompt, observation)
-
-    def _encode(self, job: Job, observation: str | None) -> tuple[int, ...]:
-        if not isinstance(observation, str | None):
-            raise TypeError(f"reset() must return a text or None, not {type(observation).__name__}")
         prompt, limit = job.visit.prompt, self.options[job.purpose].max_prompt_length
-        ids = self._prompts.of(prompt, observation)
-        if len(ids) > limit:
-            raise PromptError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
-        return ids
+        sibling.rollout.prompt_ids = self._prompts.of(prompt, observation, limit)
+        begin(sibling, prompt, observation)
 
     def _submit(self, flight: Flight, siblings: Sequence[Sibling]) -> None:
         """Ask the engine for turns that begin together; what it refuses fails one by one."""
