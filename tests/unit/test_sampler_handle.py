@@ -107,7 +107,9 @@ def test_figures_of_each_sampler(sampler: SamplerPool) -> None:
         sampler.launch(job(number))
     held = {"memory_mib": 321.0, "gpu_memory_gib": 3.5}
     channel_of(sampler, 0).says({"group": group_state(group(visit(0)))})
-    channel_of(sampler, 0).says({"alive": {"seconds": 10.0, "idle_s": 4.0, "tokens": 100.0}, "memory": held})
+    parts = {"prefill": 1.0, "sampling": 2.0}
+    alive = {"seconds": 10.0, "idle_s": 4.0, "tokens": 100.0}
+    channel_of(sampler, 0).says({"alive": alive, "spent": parts, "memory": held})
     channel_of(sampler, 0).says({"loaded": 0, "dtype": "float32", "metrics": {}})
     sampler.poll()
     sampler.publish({}, [], 1)
@@ -128,9 +130,13 @@ def test_figures_of_each_sampler(sampler: SamplerPool) -> None:
         "sampler/1/lag": 1,
     }
     assert (found["sampler/ready"], found["idle/sampler"]) == (1, 0.4)
+    spent_on = {"total": 10, "waiting": 4, "prefill": 1, "sampling": 2}
+    assert {k: v for k, v in found.items() if k.startswith("sampler/seconds/")} == {
+        f"sampler/seconds/{k}": v for k, v in spent_on.items()
+    }
     assert sampler.nodes == {"sampler/0": "here", "sampler/1": "here"}
     spent = {"seconds": 4.0, "idle_s": 1.0, "tokens": 0}
-    channel_of(sampler, 0).says({"alive": spent, "memory": held | {"memory_mib": 300.0}})
+    channel_of(sampler, 0).says({"alive": spent, "spent": parts, "memory": held | {"memory_mib": 300.0}})
     sampler.poll()
     again = sampler.metrics()
     assert (again["sampler/0/idle"], again["sampler/0/tokens_per_s"], again["sampler/0/memory_mib"]) == (0.25, 0, 300)
@@ -143,10 +149,15 @@ def test_gpu_memory_of_a_process_is_known_where_it_uses_a_gpu(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
     assert gpu_gib() == {"gpu_memory_gib": 1.5}
     rank = Rank(0, 1, 1, "", gpu=False, private={})
-    ranks = SimpleNamespace(world=2, all=lambda name, by_rank: [getattr(rank, name)() for _ in by_rank])
+    ranks = SimpleNamespace(
+        world=2,
+        all=lambda name, by_rank: [getattr(rank, name)() for _ in by_rank],
+        same=lambda name: [{"optimizer": 1.0}, {"optimizer": 9.0}],
+    )
     found = FsdpLearner(ranks, Sizes(1, 1, 1, None), "float32", {}).metrics()  # type: ignore[arg-type]
     assert found["rank/1/gpu_memory_gib"] == 1.5
     assert found["rank/0/memory_mib"] > 50
+    assert found["seconds/update/optimizer"] == 1.0, "rank 0's"
 
 
 def test_the_version_is_the_oldest_that_is_known(sampler: SamplerPool) -> None:
