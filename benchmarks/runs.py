@@ -66,7 +66,9 @@ class Run:
 
 
 def summary(run: Run, *, decoded: bool = False) -> dict[str, Any]:
-    """What every family keeps of a run. `decoded`: its tokens are those that the engine decoded, not all sampled."""
+    """What every family keeps of a run. `decoded`: its tokens are those that took a decoding step, not all sampled.
+
+    `computed` also counts prompts and drafts; None: not recorded."""
     spared = {0: 0.0}
     at_step = {0: 0.0}
     seconds = 0.0
@@ -83,6 +85,7 @@ def summary(run: Run, *, decoded: bool = False) -> dict[str, Any]:
         "pass_at": run.data.pass_at,
         "tokens": run.data.tokens - max(spared.values()),
         "accepted": max(spared.values()),
+        "computed": run.rows[-1].get("num_computed_tokens"),
         "rollouts": run.data.rollouts,
         "seconds": seconds,
         "seconds_at": [round(at_step[point.step], 1) for point in run.data.curve],

@@ -74,6 +74,7 @@ def figures(found: tuple[list[Group], float], base: tuple[list[Group], float]) -
     alike = [np.array_equal(a.token_ids, b.token_ids) for a, b in zip(rollouts, others, strict=True)]
     return {
         "decoded": (sampled - sum(r.num_reused_tokens for r in rollouts)) / sampled_by_others,
+        "computed": sum(r.num_computed_tokens for r in rollouts) / sum(r.num_computed_tokens for r in others),
         "seconds": found[1] / base[1],
         "rollouts alike": float(np.mean(alike)),
         "tokens a rollout": sampled / len(rollouts),

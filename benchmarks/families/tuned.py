@@ -232,7 +232,7 @@ def draw(runs: Figures, path: Path) -> None:
                 tokens = np.linspace(0, min(run["curve"][-1][1] for run in of_arm), 60)
                 passed = np.mean([[t.at_cost(run["curve"], x) for x in tokens] for run in of_arm], axis=0)
                 axis.plot(tokens / 1e6, passed, f"C{number}", label=f"{arm} (n={len(of_arm)})")
-        axis.set(title=task, xlabel="decoded tokens, millions", ylabel="held-out pass@1")
+        axis.set(title=task, xlabel="tokens decoded (drafts, prompts not counted), millions", ylabel="held-out pass@1")
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=80)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from winnow.types import Group, Prompt, Visit
 
 from ..builders.engines import Counted, make_engine, one
 from .engine_models import FUSED, GENERIC, VOCAB, make_model, make_requests, run
-from .fake_run import rollout
+from .fake_run import FakeRun, rollout
 
 
 def drafted(asked: list[Request], plain: dict[Any, Finished], rng: np.random.Generator) -> list[Request]:
@@ -99,3 +100,16 @@ def test_decoded_tokens_are_shown_with_computed_ones_only() -> None:
     totals.add(does_not)
     totals.add(counts)
     assert totals.metrics() == {"num_tokens": 3}
+
+
+def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:
+    """It has no computed tokens, so the resumed run has none either."""
+    run = FakeRun(tmp_path / "ledger.sqlite", lambda visit, size: [0.0, 1.0], {"max_steps": 2, "num_generations": 2})
+    state = run.run().collector.state_dict()
+    assert state["num_computed_tokens"] is not None
+    run.collector.load_state_dict(state)
+    assert run.collector.totals.metrics().keys() == {"num_tokens", "num_decoded_tokens", "num_computed_tokens"}
+    del state["num_computed_tokens"]
+    run.collector.load_state_dict(state)
+    assert run.collector.totals.metrics() == {"num_tokens": state["num_tokens"]}
+    assert run.collector.state_dict()["num_computed_tokens"] is None
