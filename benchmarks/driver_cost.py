@@ -1,6 +1,6 @@
 """What a group costs outside the engine: CPU milliseconds of a run's driver, by part, and of an earlier version.
 
-    python benchmarks/bench.py driver_cost --model models/countdown --against v0.9 --out driver_cost.json
+    python benchmarks/bench.py driver_cost --model models/countdown --against COMMIT --out driver_cost.json
 
 A run of `recipes/thrifty.yaml` without evaluations. Sides take turns in one call, each repeat in a fresh process. The
 unit is CPU time of the process (all threads), divided by the groups that were rolled out:

@@ -173,7 +173,7 @@ class Nowhere:
     def write(self, weights: Any, version: int) -> None:
         self.version = version
 
-    def told(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         return {"weights": "nowhere", "version": self.version}
 
     def remove(self) -> None: ...

@@ -268,7 +268,7 @@ class Rollout:
     @property
     def abandoned_tokens(self) -> int:
         """Tokens sampled for answers that the agent had given up; `action_mask` excludes them."""
-        return sum(turn.stop - turn.start for turn in self.turns if turn.abandoned)
+        return sum([turn.stop - turn.start for turn in self.turns if turn.abandoned])
 
     def parts(self) -> list[Rollout]:
         """Return each segment as a rollout of its own prompt and tokens, without turns; of one segment, itself."""
