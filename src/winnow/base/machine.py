@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import logging
 import os
 import platform
 import resource
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
@@ -18,6 +20,10 @@ GIB, MIB = 2**30, 2**20
 CPUINFO = Path("/proc/cpuinfo")
 FAST = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """CPU flags that decide which dtype is fast."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`."""
+KEPT_FREE, LARGEST_KEPT = 64 * MIB, 32 * MIB
+"""glibc allows no larger `LARGEST_KEPT`."""
 
 
 def main_memory() -> int:
@@ -88,6 +94,18 @@ def resident_mib() -> float:
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MIB
     return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def keep_freed_memory() -> None:
+    """Keep up to `KEPT_FREE` freed bytes of tensors of up to `LARGEST_KEPT` bytes in this process.
+
+    By default glibc returns much of it to the kernel after every operation, and getting it back, zeroed page by page,
+    took 10% of the processor time of a small model's update. Elsewhere than in glibc it does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+        mallopt(M_TRIM_THRESHOLD, KEPT_FREE)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Rows are weighted over the whole optimizer batch (the token reduction). Rows wit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -94,19 +94,20 @@ def rows_of(
         weights += token_weights(lengths, loss_type, max_completion_length, times, count, len(means)).tolist()
     rows: list[Row] = []
     for member, weight in zip(everyone, weights, strict=True):
-        rows += _segments(replace(member, weight=weight * member.weight), number=len(rows))
+        rows += _segments(member, weight * member.weight, number=len(rows))
     return rows
 
 
 def unweighted_rows(rollouts: Sequence[Rollout]) -> list[Row]:
     """Return the rows of rollouts of which only log-probabilities are computed."""
-    return [row for number, rollout in enumerate(rollouts) for row in _segments(Row(rollout, 0.0, 0.0), number)]
+    return [row for number, rollout in enumerate(rollouts) for row in _segments(Row(rollout, 0.0, 0.0), 0.0, number)]
 
 
-def _segments(whole: Row, number: int) -> list[Row]:
+def _segments(whole: Row, weight: float, number: int) -> list[Row]:
     """Return one row per segment of a rollout. `number`: one that no other rollout of the batch has."""
     parts = whole.rollout.parts()
-    return [replace(whole, rollout=part, rollout_number=number if len(parts) > 1 else None) for part in parts]
+    of_several = number if len(parts) > 1 else None
+    return [Row(part, whole.advantage, weight, whole.pool, of_several) for part in parts]
 
 
 def rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:

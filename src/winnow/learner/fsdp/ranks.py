@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...base import cluster
-from ...base.machine import gpu_gib, resident_mib
+from ...base.machine import gpu_gib, keep_freed_memory, resident_mib
 from ...base.weights import TensorSpec, transfer_s
 from ...engine.loading import CPU, load_whole
 from ..base import LearnerLostError, Policy, Sizes
@@ -42,6 +42,7 @@ class Rank:
         if os.path.isdir(folder):
             os.chdir(folder)
         torch.set_num_threads(threads)
+        keep_freed_memory()
         self.rank, self.world = rank, world
         self.gpu = gpu and torch.cuda.is_available()  # an unassigned GPU may belong to another rank
 

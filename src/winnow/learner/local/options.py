@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...base.machine import keep_freed_memory
 from ...engine.loading import resolve_device
 from ..base import Policy
 from ..context import LearnerContext
@@ -28,4 +29,6 @@ class Local:
             halve_frozen(*models)
         for model in models:
             model.to(device)
+        if device.type == "cpu":
+            keep_freed_memory()
         return LocalLearner(policy.model, context.distribution(policy), context.options_for(policy), policy.reference)
