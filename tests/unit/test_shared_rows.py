@@ -41,7 +41,7 @@ class World:
         """Decode: all say one more token; those in a row write it once."""
         self.arrange()
         last = [tokens[-1] for tokens in self.said]
-        for row, first in enumerate(self.rows.firsts().tolist()):
+        for row, first in enumerate(self.rows.first_M.tolist()):
             assert self.rows.of_N[first] == row
             self.cache[row] += (last[first],)
         self.said = [(*tokens, token) for tokens, token in zip(self.said, drawn, strict=True)]

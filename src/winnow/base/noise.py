@@ -59,9 +59,10 @@ def uniform(keys_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
     return _top_bits(keys_N, positions_N).float() * 2.0**-24
 
 
-def uniform_array(key: int, positions: np.ndarray) -> np.ndarray:
-    """Return what `uniform` does for one key, as a float32 array; for few numbers several times as fast."""
-    bits: np.ndarray = _top_bits(_signed(key), positions.astype(np.int64))
+def uniform_array(key: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return what `uniform` does for one key, or an int64 key per position, as a float32 array; several times as fast."""
+    keys = _signed(key) if isinstance(key, int) else key
+    bits: np.ndarray = _top_bits(keys, positions.astype(np.int64))
     return bits.astype(np.float32) * np.float32(2.0**-24)
 
 

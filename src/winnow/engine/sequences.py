@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..base.noise import uniform
+from ..base.noise import uniform_array
 from ..base.token_filters import penalized, seen
 from . import slots as col
 from .base import CAPABILITIES, Event, Finished, Request, check_request
@@ -116,28 +116,35 @@ class Sequences:
         `counts_N`: number of the token to draw of each of an array of rows; None: the next one.
         """
         table = self.table
-        of_rows = table.ints[: col.DEVICE_ROWS, rows]
-        if counts_N is not None:
-            of_rows[col.COUNT] = counts_N
-        ints = self.to_device(of_rows)
+        counts_N = table.ints[col.COUNT, rows] if counts_N is None else counts_N
+        uniform_N = self.to_device(uniform_array(table.ints[col.KEY, rows], counts_N))
         floats = self.to_device(table.floats[:, rows])
+        if not table.special[rows].any():
+            tokens_N, logp_N = sample(logits_NV, uniform_N, Transform(floats[0], None, None, None, None))
+            return self._on_host(tokens_N, logp_N, None, None)
         greedy = self.to_device(table.greedy[rows]) if table.greedy[rows].any() else None
-        filters = (ints[col.TOP_K], *floats[1:]) if table.filtered(rows).any() else (None, None, None)
+        filtered = table.filtered(rows).any()
+        filters = (self.to_device(table.ints[col.TOP_K, rows]), *floats[1:]) if filtered else (None, None, None)
         transform = Transform(floats[0], greedy, *filters)
         drawn_from_NV = logits_NV
         if (table.penalty[rows] != 1).any():
             seen_NV = seen(self.to_device(table.context[rows]), logits_NV.shape[1])
             drawn_from_NV = penalized(logits_NV.float(), seen_NV, self.to_device(table.penalty[rows])[:, None])
-        tokens_N, logp_N = sample(drawn_from_NV, uniform(ints[col.KEY], ints[col.COUNT]), transform)
+        tokens_N, logp_N = sample(drawn_from_NV, uniform_N, transform)
         confidence_N = confidence(logits_NV) if table.confident[rows].any() else None
         raw_logp_N = logp_N if table.raw[rows].any() else None
         if (changed_N := table.transformed(rows))[table.raw[rows]].any():
             raw_logp_N = torch.where(self.to_device(changed_N), raw_logp(logits_NV, tokens_N), logp_N)
-        columns = [x for x in (tokens_N, logp_N, confidence_N, raw_logp_N) if x is not None]
-        tokens, logp, *extras = torch.stack([x.double() for x in columns]).cpu().numpy()  # one copy and one sync
-        confidences = None if confidence_N is None else extras.pop(0).astype(np.float32)
-        raw = None if raw_logp_N is None else extras.pop(0).astype(np.float32)
-        return Drawn(tokens.astype(np.int64), logp.astype(np.float32), confidences, raw)
+        return self._on_host(tokens_N, logp_N, confidence_N, raw_logp_N)
+
+    def _on_host(self, *columns: torch.Tensor | None) -> Drawn:
+        if self._device.type == "cpu":
+            return Drawn(*(None if column is None else column.numpy() for column in columns))  # type: ignore[arg-type]
+        given = [column for column in columns if column is not None]
+        copied = iter(torch.stack([column.double() for column in given]).cpu().numpy())  # one copy and one sync
+        tokens, *others = (None if column is None else next(copied) for column in columns)
+        logp, confidences, raw = (None if column is None else column.astype(np.float32) for column in others)
+        return Drawn(tokens.astype(np.int64), logp, confidences, raw)
 
     def accept(self, row: int, draft: tuple[int, ...], drawn: Drawn) -> int:
         """Store the tokens of a new row's draft that `drawn`, one for each, has too; return how many.
@@ -210,7 +217,8 @@ class Sequences:
         return self.table.finished(row, reason, self._versions[weights], hidden)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """Return a device copy. The host does not wait: a GPU reads pinned memory when the copy is due."""
+        """Return it on the device, on a CPU the array itself. The host does not wait: a GPU reads pinned memory when
+        the copy is due."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type != "cuda":
             return tensor.to(self._device)

@@ -11,9 +11,6 @@ from ..base.noise import as_tensor
 from .base import Finished, Reached, Request
 
 TOKEN, POSITION, COUNT, KEY, TOP_K, ALARM, STOP_SET = range(7)
-DEVICE_ROWS = ALARM
-"""Rows of `ints` before this one are read by the forward pass and the sampler."""
-
 
 Rows = slice | np.ndarray
 """Rows of a table: a slice, or int64 in any order."""
@@ -53,6 +50,8 @@ class SlotTable:
         self.floats = np.ones((3, slots), dtype=np.float32)
         """Inverse temperature, top-p and min-p."""
         self.greedy = np.zeros(slots, dtype=bool)
+        self.special = np.zeros(slots, dtype=bool)
+        """Rows with more to do than to draw: greedy, filtered or penalized ones, and with requested extras."""
         self.penalty = np.ones(slots, dtype=np.float32)
         self.context = np.zeros((slots, 0), dtype=np.int64)
         """Prompt and sampled tokens of rows with a penalty; unused columns repeat the first token."""
@@ -102,6 +101,8 @@ class SlotTable:
         self._remember(rows, requests)
         self.confident[rows] = [r.confidence for r in requests]
         self.raw[rows] = [r.raw_logp for r in requests]
+        asked = self.greedy[rows] | self.confident[rows] | self.raw[rows]
+        self.special[rows] = asked | (self.penalty[rows] != 1) | self.filtered(rows)
         self.num_reused_tokens[rows] = self.num_computed_tokens[rows] = 0
         self._clock_in[rows] = self.clock
         self.row_of.update(zip((r.id for r in requests), range(rows.start, rows.stop), strict=True))
@@ -112,7 +113,7 @@ class SlotTable:
     def record(self, rows: Rows, drawn: Drawn, weights: int) -> np.ndarray:
         """Store one token per row; return which rows have reached their alarm's count (bool, in order)."""
         self._store((self._index[rows], self.ints[COUNT, rows]), drawn, weights)
-        if (penalized := self.penalty[rows] != 1).any():
+        if self.special[rows].any() and (penalized := self.penalty[rows] != 1).any():
             some = self._index[rows][penalized]
             at = some, np.array([len(self.requests[row].prompt_ids) for row in some]) + self.ints[COUNT, some]
             self.context[at] = drawn.tokens_N[penalized]
@@ -194,7 +195,10 @@ class SlotTable:
     def _move(self, targets: np.ndarray, sources: np.ndarray) -> None:
         for rows_last in (self.ints, self.floats):
             rows_last[:, targets] = rows_last[:, sources]
-        flags, values = (self.greedy, self.confident, self.raw), (self.logp, self.confidence, self.raw_logp)
+        flags, values = (
+            (self.greedy, self.special, self.confident, self.raw),
+            (self.logp, self.confidence, self.raw_logp),
+        )
         counts = self.num_reused_tokens, self.num_computed_tokens
         others = self.tokens, self.weights, self.penalty, self.context, self._clock_in
         for rows_first in (*flags, *values, *counts, *others):

@@ -25,6 +25,8 @@ class Output:
     @classmethod
     def joined(cls, outputs: list[Output]) -> Output:
         """Return the rows of all."""
+        if len(outputs) == 1:
+            return outputs[0]
         return cls(torch.cat([o.hidden_NH for o in outputs]), torch.cat([o.logits_NV for o in outputs]))
 
 

@@ -105,7 +105,10 @@ class KVCache:
         The index counts columns of a layer with that many heads: `keys[l].view(-1, D)[index]`.
         """
         n = len(positions_N)
-        self.mask.view(-1).index_fill_(0, self._rows[:n] * self.columns + positions_N, 0)
+        flat_N = self._rows[:n] * self.columns + positions_N
+        self.mask.view(-1).index_fill_(0, flat_N, 0)
+        if heads == 1:
+            return flat_N
         head_rows = self._rows[:n, None] * heads + torch.arange(heads, device=positions_N.device)
         return (head_rows * self.columns + positions_N[:, None]).view(-1)
 
@@ -117,10 +120,8 @@ class CacheRows:
         self.n = 0
         self.of_N = np.zeros(0, dtype=np.int64)
         """Row of each sequence."""
-
-    def firsts(self) -> np.ndarray:
-        """Return the first sequence of each row."""
-        return np.unique(self.of_N, return_index=True)[1]
+        self.first_M = np.zeros(0, dtype=np.int64)
+        """First sequence of each row, as `arrange` left them."""
 
     def append(self, beginnings: list[T]) -> tuple[slice, list[T]]:
         """Add sequences, those with equal beginnings in one row; return the new rows and the beginning of each."""
@@ -141,16 +142,26 @@ class CacheRows:
         `tokens_N`: the last token of each sequence. Moves happen all at once.
         """
         of_N = self.of_N
-        _, first_M, number_N = np.unique(
-            of_N * (tokens_N.max(initial=0) + 1) + tokens_N, return_index=True, return_inverse=True
-        )
+        key_N = of_N * (tokens_N.max(initial=0) + 1) + tokens_N
+        order_N = key_N.argsort(kind="stable")
+        new_N = np.diff(key_N[order_N], prepend=-1) > 0
+        number_N = np.empty_like(of_N)
+        number_N[order_N] = new_N.cumsum() - 1
+        first_M = order_N[new_N]
         source_M = of_N[first_M]
         self.n = len(source_M)
-        stays_M = (np.diff(source_M, prepend=-1) > 0) & (source_M < self.n)
+        moves_M = (np.diff(source_M, prepend=-1) == 0) | (source_M >= self.n)
+        if not moves_M.any():  # rows 0 to n - 1, in order
+            self.of_N, self.first_M = number_N, first_M
+            return moves_M.nonzero()[0], moves_M.nonzero()[0]
+        free_M = np.ones(self.n, dtype=bool)
+        free_M[source_M[~moves_M]] = False
         target_M = source_M.copy()
-        target_M[~stays_M] = np.setdiff1d(np.arange(self.n), source_M[stays_M])
+        target_M[moves_M] = free_M.nonzero()[0]
         self.of_N = target_M[number_N]
-        return target_M[~stays_M], source_M[~stays_M]
+        self.first_M = np.empty_like(first_M)
+        self.first_M[target_M] = first_M
+        return target_M[moves_M], source_M[moves_M]
 
     def sort(self, order_M: np.ndarray) -> None:
         """Follow rows that are reordered: row i was row `order_M[i]`."""
@@ -162,6 +173,8 @@ def plan(lengths_N: np.ndarray, elements_per_column: int, device: str = "cpu") -
     call_cost = CALL_COST.get(device, CALL_COST["cpu"])
     if not len(lengths_N):
         return []
+    if len(lengths_N) <= GRAIN:
+        return [Chunk(0, len(lengths_N), -(-int(lengths_N.max()) // GRAIN) * GRAIN)]
     starts = range(0, len(lengths_N), GRAIN)
     tops = (np.maximum.reduceat(lengths_N, starts) + GRAIN - 1) // GRAIN * GRAIN
     chunks: list[Chunk] = []

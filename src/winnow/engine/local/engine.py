@@ -182,13 +182,13 @@ class LocalEngine(SequenceEngine):
         spent, sequences = self.seconds, self.sequences
         table, started = sequences.table, spent.begin()
         self._arrange()
-        spent.lap("copying")
         outputs = []
         if table.n:
             outputs.append(self._decode())
             spent.lap(next((name for most, name in DECODE_ROWS.items() if self._rows.n <= most), DECODE_MORE))
-        outputs += self._admit()
-        output = outputs[0] if len(outputs) == 1 else Output.joined(outputs)
+        if sequences.waiting:
+            outputs += self._admit()
+        output = Output.joined(outputs)
         rows = slice(0, table.n)
         alarms = sequences.record(rows, sequences.draw(output.logits_NV, rows))
         drawn_at = spent.lap("sampling")
@@ -207,7 +207,7 @@ class LocalEngine(SequenceEngine):
         table = self.sequences.table
         targets, sources = self._rows.arrange(table.ints[col.TOKEN, : table.n])
         if len(targets):
-            columns = int(table.ints[col.POSITION, np.flatnonzero(np.isin(self._rows.of_N, targets))].max())
+            columns = int(table.ints[col.POSITION, self._rows.first_M[targets]].max())
             self._cache.reserve(self._rows.n, columns)
             self._cache.move(self._to_device(targets), self._to_device(sources), columns)
 
@@ -215,37 +215,37 @@ class LocalEngine(SequenceEngine):
         """Feed the last token of every running sequence, once for those that have one row together."""
         table = self.sequences.table
         n = table.n
-        first_M = self._rows.firsts()
-        last_2M = table.ints[[[col.TOKEN], [col.POSITION]], first_M]
+        first_M = self._rows.first_M
+        last_2M = table.ints[: col.COUNT].take(first_M, 1)
         if self.options.fixed_slots:
             last_2M = np.pad(last_2M, ((0, 0), (0, table.slots - len(first_M))))
             chunks = [Chunk(0, table.slots, self._cache.columns)]
         else:
             chunks, order_M = self._plan(last_2M[1] + 1)
-            last_2M = last_2M[:, order_M]
+            last_2M = last_2M if order_M is None else last_2M[:, order_M]
         ints = self._to_device(last_2M)
         output = self._backend.decode(ints[0], ints[1], self._cache, chunks)
         table.ints[col.POSITION, :n] += 1
         table.num_reused_tokens[:n] += 1
         table.num_reused_tokens[first_M] -= 1
         table.num_computed_tokens[first_M] += 1
-        if np.array_equal(self._rows.of_N, np.arange(n)):
+        if self._rows.n == n and (np.diff(self._rows.of_N) == 1).all():
             return Output(output.hidden_NH[:n], output.logits_NV[:n])
         of_N = self._to_device(self._rows.of_N)
         return Output(output.hidden_NH[of_N], output.logits_NV[of_N])
 
-    def _plan(self, lengths_M: np.ndarray) -> tuple[list[Chunk], np.ndarray]:
-        """Return attention chunks and the order of rows, by length once padding has cost as much as moving would."""
-        device, order_M = self._backend.device.type, np.arange(len(lengths_M))
-        chunks = plan(lengths_M, self._column_size, device)
-        self._waste += padded(chunks) - int(lengths_M.sum())
-        if self._waste > SORT_COST * int(lengths_M.sum()):
-            self._waste = 0
-            order_M = np.argsort(-lengths_M, kind="stable")
-            self._rows.sort(order_M)
-            self._cache.move(self._to_device(np.arange(len(order_M))), self._to_device(order_M), int(lengths_M.max()))
-            chunks = plan(lengths_M[order_M], self._column_size, device)
-        return chunks, order_M
+    def _plan(self, lengths_M: np.ndarray) -> tuple[list[Chunk], np.ndarray | None]:
+        """Return attention chunks, and the order of rows, by length, once padding has cost as much as moving would."""
+        device = self._backend.device.type
+        chunks, filled = plan(lengths_M, self._column_size, device), int(lengths_M.sum())
+        self._waste += padded(chunks) - filled
+        if self._waste <= SORT_COST * filled:
+            return chunks, None
+        self._waste = 0
+        order_M = np.argsort(-lengths_M, kind="stable")
+        self._rows.sort(order_M)
+        self._cache.move(self._to_device(np.arange(len(order_M))), self._to_device(order_M), int(lengths_M.max()))
+        return plan(lengths_M[order_M], self._column_size, device), order_M
 
     def _admit(self) -> list[Output]:
         """Start waiting requests in free slots; what their first token is drawn from, one entry a prefill."""

@@ -182,18 +182,21 @@ class LlamaBackend:
 
     def _qkv(self, layer: Layer, x_NH: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries [N, heads, D], keys and values [N, kv heads, D], rotated."""
-        qkv = layer.qkv(self._normed(x_NH, layer.before)).view(len(x_NH), -1, self._size)
+        product = layer.qkv(self._normed(x_NH, layer.before))
+        qkv = product.view(len(x_NH), -1, self._size)
+        if self._folded and layer.q_norm is None:  # in place: few operations for what a small model does most often
+            pairs = product.view(torch.complex64).view(len(x_NH), -1, self._size // 2)
+            pairs[:, : self._heads + self._kv_heads].mul_(rotation)
+            q, k, v = qkv.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+            return q, k, v
         qk, v = qkv.split([self._heads + self._kv_heads, self._kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
             q = F.rms_norm(q.float(), (self._size,), layer.q_norm, self._eps)
             k = F.rms_norm(k.float(), (self._size,), layer.k_norm, self._eps)
             qk = torch.cat([q, k], dim=1)
-        if self.dtype == torch.float32:
-            torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotation)
-        else:
-            turned = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2))) * rotation
-            qk = torch.view_as_real(turned).flatten(-2).to(self.dtype)
+        turned = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2))) * rotation
+        qk = torch.view_as_real(turned).flatten(-2).to(self.dtype)
         q, k = qk.split([self._heads, self._kv_heads], dim=1)
         return q, k, v
 
@@ -306,38 +309,54 @@ class LlamaBackend:
         x = self._embedding[tokens_N]
         rotation = self._rotation[positions_N]
         flat = cache.open(positions_N, self._kv_heads)
-        attended = x.new_empty(n, self._kv_heads, groups, self._size, dtype=self.dtype)
+        attend = _attend_in_batches if self._folded and self.device.type == "cpu" else _attend
+        masks = [cache.mask[a:b, None, None, :columns] for a, b, columns in chunks]
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
             q, k, v = self._qkv(layer, x, rotation)
             keys.view(-1, self._size).index_copy_(0, flat, k.reshape(-1, self._size))
             values.view(-1, self._size).index_copy_(0, flat, v.reshape(-1, self._size))
             q = q.reshape(n, self._kv_heads, groups, self._size)
-            for a, b, columns in chunks:
-                attended[a:b] = _attend(
-                    q[a:b], keys[a:b, :, :columns], values[a:b, :, :columns], cache.mask[a:b, :columns], self._scale
-                )
-            layer.out.add_to(x, attended.view(n, -1))
+            layer.out.add_to(x, attend(q, keys, values, masks, chunks, self._scale).view(n, -1))
             self._feed_forward(layer, x)
         return x
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask_NC: torch.Tensor, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    masks: list[torch.Tensor],
+    chunks: list[Chunk],
+    scale: float,
 ) -> torch.Tensor:
-    """q: [N, heads, groups, D]; keys, values: [N, heads, C, D]; the mask is added. Returns the shape of q.
+    """q: [N, heads, groups, D]; keys, values: [rows, heads, columns, D]; a mask, [rows, 1, 1, columns] of a chunk, is
+    added. Returns the shape of q."""
+    attended = torch.empty_like(q)
+    for (a, b, columns), mask in zip(chunks, masks, strict=True):
+        some, k, v = q[a:b], keys[a:b, :, :columns], values[a:b, :, :columns]
+        if q.device.type == "cpu":  # one query a head has a kernel of its own, a quarter faster
+            some = some.reshape(b - a, -1, 1, q.shape[-1])
+        shared = some.shape[1] != k.shape[1]
+        done = F.scaled_dot_product_attention(some, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
+        attended[a:b] = done.view(b - a, *q.shape[1:])
+    return attended
 
-    `scale` is 1 in float32, where the queries have it.
-    """
-    n, heads = q.shape[:2]
-    if q.device.type != "cpu":
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask_NC[:, None, None], scale=scale)
-    if q.dtype != torch.float32:  # one query a head has a kernel of its own, a quarter faster
-        single, mask = q.reshape(n, -1, 1, q.shape[-1]), mask_NC[:, None, None]
-        attended = F.scaled_dot_product_attention(
-            single, keys, values, attn_mask=mask, scale=scale, enable_gqa=single.shape[1] != heads
-        )
-        return attended.view_as(q)
-    # Two batched products take half the time of the fused kernel on short rows, and the same on long ones.
-    mask = mask_NC[:, None, None].expand(n, heads, 1, -1).flatten(0, 1)
-    scores = torch.baddbmm(mask, q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
-    return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view_as(q)
+
+def _attend_in_batches(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    masks: list[torch.Tensor],
+    chunks: list[Chunk],
+    scale: float,
+) -> torch.Tensor:
+    """`_attend` for float32 on a CPU, where the queries have the scale: two batched products take half the time of the
+    fused kernel on short rows, and the same on long ones."""
+    heads, attended = q.shape[1], torch.empty_like(q)
+    each, into, keys, values = (t.flatten(0, 1) for t in (q, attended, keys, values))
+    for (a, b, columns), mask in zip(chunks, masks, strict=True):
+        rows = slice(a * heads, b * heads)
+        mask = mask.expand(-1, heads, -1, -1).flatten(0, 1)
+        scores = torch.baddbmm(mask, each[rows], keys[rows, :columns].transpose(1, 2))
+        torch.bmm(scores.softmax(-1), values[rows, :columns], out=into[rows])
+    return attended
