@@ -60,7 +60,7 @@ def uniform(keys_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_array(key: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return what `uniform` does for one key, or an int64 key per position, as a float32 array; several times as fast."""
+    """Return what `uniform` does for one key, or an int64 key per position, as a float32 array; much faster."""
     keys = _signed(key) if isinstance(key, int) else key
     bits: np.ndarray = _top_bits(keys, positions.astype(np.int64))
     return bits.astype(np.float32) * np.float32(2.0**-24)

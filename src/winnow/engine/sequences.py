@@ -140,11 +140,10 @@ class Sequences:
     def _on_host(self, *columns: torch.Tensor | None) -> Drawn:
         if self._device.type == "cpu":
             return Drawn(*(None if column is None else column.numpy() for column in columns))  # type: ignore[arg-type]
-        given = [column for column in columns if column is not None]
-        copied = iter(torch.stack([column.double() for column in given]).cpu().numpy())  # one copy and one sync
-        tokens, *others = (None if column is None else next(copied) for column in columns)
-        logp, confidences, raw = (None if column is None else column.astype(np.float32) for column in others)
-        return Drawn(tokens.astype(np.int64), logp, confidences, raw)
+        given = [column.double() for column in columns if column is not None]
+        tokens, logp, *others = torch.stack(given).cpu().numpy()  # one copy and one sync
+        confidences, raw = (None if column is None else others.pop(0).astype(np.float32) for column in columns[2:])
+        return Drawn(tokens.astype(np.int64), logp.astype(np.float32), confidences, raw)
 
     def accept(self, row: int, draft: tuple[int, ...], drawn: Drawn) -> int:
         """Store the tokens of a new row's draft that `drawn`, one for each, has too; return how many.
