@@ -149,11 +149,12 @@ def run_trl(spec: Spec, clock: Any) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from winnow.base.machine import usable_threads
     from winnow.run.inputs import build_task
 
     track, inside = TRACKS[spec.track], spec.side == "trl-winnow"
-    torch.set_num_threads(track.trl_threads)
     c = config_of(spec)
+    torch.set_num_threads(c.threads if isinstance(c.threads, int) else usable_threads())
     task = build_task(c.env)
     counts = {"sampled": 0, "computed": 0}
     base: Any = GRPOTrainer

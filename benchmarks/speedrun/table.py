@@ -116,6 +116,8 @@ def draw(folder: Path, targets: Mapping[str, float], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     shown = {name: records for name in targets if (records := chosen_records(folder / name))}
+    if not shown:
+        return
     rows, width = -(-len(shown) // 2), min(2, len(shown))
     figure, axes = plt.subplots(rows, width, figsize=(6 * width, 4 * rows), squeeze=False, constrained_layout=True)
     for axis, (name, records) in zip(axes.flat, shown.items(), strict=False):

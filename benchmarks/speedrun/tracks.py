@@ -58,7 +58,6 @@ class Track:
     """Factor by which the clock grows from one evaluated model to the next."""
     trl_rows: int = 256
     """Rows of a micro-batch in TRL."""
-    trl_threads: int = 1
     prepare: Callable[[], None] = lambda: None
     """Makes the data, once."""
     quick: tuple[float, float] = (0.0, 0.0)
@@ -78,7 +77,7 @@ def same_rates(rates: tuple[float, float, float], steps: int, recipe: str, *chan
 
 
 SPELLING = WORK / "spell-backward"
-LETTERS = {"min_word_len": 3, "max_word_len": 5}
+LETTERS = {"min_word_len": 3, "max_word_len": 4}
 
 
 def make_spelling() -> None:
@@ -107,8 +106,8 @@ SPELL_DATA = (f"env.path={SPELLING}/train.jsonl", f"env.test={SPELLING}/test.jso
 TRACKS = {
     "countdown": Track(
         model="countdown",
-        shared=("env.train_size=4096", "env.test_size=1024"),
-        evaluation=("eval_prompts=1024", "eval_generations=8"),
+        shared=("env.train_size=4096", "env.test_size=512"),
+        evaluation=("eval_prompts=512", "eval_generations=8"),
         target=0.35,
         cap_s=900,
         entries={
@@ -140,7 +139,6 @@ TRACKS = {
         entries={**SMOLLM2_DAPO, "fastest": SMOLLM2_FASTEST},
         growth=1.15,
         trl_rows=16,
-        trl_threads=2,
         quick=(0.30, 100),
         on_gpu=("dtype=bfloat16",),
     ),
@@ -151,10 +149,9 @@ TRACKS = {
         target=0.30,
         cap_s=1800,
         entries={**SMOLLM2_DAPO, "fastest": SMOLLM2_FASTEST},
-        warm_start={"model": "smollm2-135m", "max_steps": 60, "batch_size": 16, "learning_rate": 5e-5},
+        warm_start={"model": "smollm2-135m", "max_steps": 400, "batch_size": 16, "learning_rate": 1e-4},
         growth=1.15,
         trl_rows=16,
-        trl_threads=2,
         prepare=make_spelling,
         quick=(0.15, 100),
         on_gpu=("dtype=bfloat16",),

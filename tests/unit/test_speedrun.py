@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from winnow.methods.intervals import mean_interval
+from winnow.run.inputs import build_task
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,6 +158,12 @@ def test_every_side_of_every_track_is_a_valid_configuration(track: str) -> None:
             configs[side] = sides.config_of(spec(track=track, side=side, device=device))
         assert configs[side].model_dump(include=set(shared)) == configs["trl"].model_dump(include=set(shared))
     assert configs["trl"].max_steps == 2 * configs["dapo"].max_steps
+
+
+@pytest.mark.parametrize("track", ["countdown", "arithmetic"])
+def test_a_track_has_as_many_held_out_prompts_as_are_evaluated(track: str) -> None:
+    c = module("sides").config_of(spec(track=track))
+    assert len(build_task(c.env).test) == c.eval_prompts
 
 
 def test_the_tracks_have_the_methods_that_the_claims_measured() -> None:
