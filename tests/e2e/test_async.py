@@ -15,6 +15,7 @@ import pytest
 
 from winnow import Trainer
 from winnow.base.errors import ConfigError
+from winnow.record.costs import costs_of
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.sampler.handle import SamplerHandle
 from winnow.sampler.pool import SamplerPool
@@ -86,6 +87,13 @@ def test_two_samplers_share_the_work(config: dict[str, Any], children: list[Samp
     assert len(children) == 2
     for slot in range(2):
         assert sum(row.get(f"sampler/{slot}/groups", 0) for row in metrics_of(Path(config["output_dir"]))) > 0
+    rows = metrics_of(Path(config["output_dir"]))
+    costs = costs_of(rows)
+    parts = [name for name in costs if name.startswith("sampler/seconds/") and not name.endswith("total")]
+    assert 0 < sum(costs[name] for name in parts) <= costs["sampler/seconds/total"]
+    assert costs["sampler/seconds/prefill"] > 0
+    assert "seconds/generate/prefill" not in costs, "the learner's process does not know"
+    assert costs["num_computed_tokens"] > costs["num_tokens"] / 2
 
 
 VCPO = {

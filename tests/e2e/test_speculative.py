@@ -41,6 +41,7 @@ def test_a_run_is_the_one_without_drafts(tiny_config: dict[str, Any], tmp_path: 
     assert_clean(with_)
     rows, others = metrics(with_), metrics(without)
     assert rows[-1]["num_decoded_tokens"] < 0.8 * others[-1]["num_decoded_tokens"] < others[-1]["num_tokens"]
+    assert rows[-1]["num_computed_tokens"] > rows[-1]["num_decoded_tokens"], "what is read is computed, too"
     for one, other in zip(rows, others, strict=True):
         for name in ("num_tokens", "reward", "groups/rolled_out"):
             assert one.get(name) == other.get(name)

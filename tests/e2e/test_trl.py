@@ -133,7 +133,12 @@ def test_a_resumed_run_goes_on_with_its_account(arguments: dict[str, Any], tmp_p
     longer = settings(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2)
     trainer = WinnowGRPOTrainer(**arguments | {"args": longer}, **methods)
     trainer.train(resume_from_checkpoint=True)
-    assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2, 3, 4]
+    lines = metrics(tmp_path / "out")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    seconds = [line["seconds_total"] for line in lines]
+    assert seconds == sorted(seconds), "it goes on counting"
+    assert all(line["seconds/generate/waiting"] > 0 for line in lines)
+    assert not any("num_computed_tokens" in line or "num_decoded_tokens" in line for line in lines), "TRL generates"
     assert proven(tmp_path / "out")["trained"]["rollouts"] == 4 * G * PROMPTS
     with pytest.raises(RunDirectoryError, match=r"saved with other filter; go on with the same"):
         WinnowGRPOTrainer(**arguments | {"args": longer}, selector="greso").train(resume_from_checkpoint=True)
