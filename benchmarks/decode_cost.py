@@ -63,7 +63,9 @@ def generation_cost(options: argparse.Namespace) -> dict[str, float]:
 
     cost = {}
     for slots in options.slots:
-        c = load_config(options.config, [f"model={options.model}", "gates=[]", f"engine={{name: local, slots: {slots}}}"])
+        c = load_config(
+            options.config, [f"model={options.model}", "gates=[]", f"engine={{name: local, slots: {slots}}}"]
+        )
         task = build_task(c.env)
         with opened(c, task) as (_, roll_out, _rewarder):
             for first in (0, options.groups):  # the first ones warm up
@@ -106,7 +108,9 @@ def run(options: argparse.Namespace) -> None:
         kinds["generation, s"] = own
     found: dict[str, Any] = {"what": __doc__, "machine": machine("cpu")}
     for kind, arguments in kinds.items():
-        rounds = in_turn({name: partial(in_version, root, arguments) for name, root in versions.items()}, options.repeats)
+        rounds = in_turn(
+            {name: partial(in_version, root, arguments) for name, root in versions.items()}, options.repeats
+        )
         found[kind] = {name: spreads([each[name] for each in rounds]) for name in versions}
         for name, figures in found[kind].items():
             print(kind, name, {key: round(value["median"], 4) for key, value in figures.items()}, flush=True)

@@ -65,7 +65,7 @@ def _sample(
     if transform.greedy_N is not None:
         tokens_N = torch.where(transform.greedy_N, logits_NV.argmax(-1), tokens_N)
     weight_N = weights_NV.gather(1, tokens_N[:, None])[:, 0]
-    return tokens_N, (weight_N.double() / total_N).log_().float()
+    return tokens_N, (weight_N / total_N).log_().float()
 
 
 def confidence(logits_NV: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tenso
     """Return tokens where the running sum of `weights_NV` (>= 0) passes `uniform_N` of the total; the float64 total."""
     if weights_NV.shape[1] <= BLOCK:
         cdf_NV = running_sum(weights_NV, torch.float64)
-        total_N = cdf_NV[:, -1].contiguous()
+        total_N = cdf_NV[:, -1]
         return _passing(cdf_NV, total_N * uniform_N), total_N
     V = weights_NV.shape[1]
     whole = V // BLOCK * BLOCK
@@ -109,8 +109,8 @@ def draw(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tenso
 def _passing(cdf_NV: torch.Tensor, target_N: torch.Tensor) -> torch.Tensor:
     """Return the first index whose running sum is above the target, never an index of weight 0."""
     last_N = cdf_NV[:, -1]
-    below_N = torch.nextafter(last_N, torch.zeros_like(last_N))
-    target_N = torch.minimum(target_N.clamp(min=0), below_N)
+    below_N = last_N.nextafter(last_N.new_zeros(()))
+    target_N = torch.minimum(target_N.clamp_(min=0), below_N)
     index_N = torch.searchsorted(cdf_NV, target_N[:, None], right=True)[:, 0]
     # Only NaN sums run past the end; their log-probability is then not finite.
     return index_N.clamp_(max=cdf_NV.shape[1] - 1)

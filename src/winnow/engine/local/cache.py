@@ -144,13 +144,13 @@ class CacheRows:
         of_N = self.of_N
         key_N = of_N * (tokens_N.max(initial=0) + 1) + tokens_N
         order_N = key_N.argsort(kind="stable")
-        new_N = np.diff(key_N[order_N], prepend=-1) > 0
+        new_N = _starts(key_N[order_N])
         number_N = np.empty_like(of_N)
         number_N[order_N] = new_N.cumsum() - 1
         first_M = order_N[new_N]
         source_M = of_N[first_M]
         self.n = len(source_M)
-        moves_M = (np.diff(source_M, prepend=-1) == 0) | (source_M >= self.n)
+        moves_M = ~_starts(source_M) | (source_M >= self.n)
         if not moves_M.any():  # rows 0 to n - 1, in order
             self.of_N, self.first_M = number_N, first_M
             return moves_M.nonzero()[0], moves_M.nonzero()[0]
@@ -166,6 +166,13 @@ class CacheRows:
     def sort(self, order_M: np.ndarray) -> None:
         """Follow rows that are reordered: row i was row `order_M[i]`."""
         self.of_N = np.argsort(order_M)[self.of_N]
+
+
+def _starts(sorted_N: np.ndarray) -> np.ndarray:
+    """Return bool [N]: which differ from the one before."""
+    starts_N = np.ones(len(sorted_N), dtype=bool)
+    np.not_equal(sorted_N[1:], sorted_N[:-1], out=starts_N[1:])
+    return starts_N
 
 
 def plan(lengths_N: np.ndarray, elements_per_column: int, device: str = "cpu") -> list[Chunk]:
