@@ -23,10 +23,15 @@ ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 PREFIX = "model.layers.{}."
 TYPICAL_ROWS = 128
 """Matrices get the layout that is fastest for so many rows; any number can be multiplied."""
+PACKED_FROM = 1 << 18
+"""Elements from which a float32 matrix is packed: a call of oneDNN costs about 30 microseconds and one of MKL 4, which
+has to copy the matrix in every product. Measured on a CPU."""
+LEAST_ROWS = 4
+"""MKL multiplies fewer rows by a kernel that rounds in another way."""
 
 
 class Linear:
-    """x @ weight.t() + bias for a weight [out, in]; on a CPU packed once by oneDNN, not anew in every product."""
+    """x @ weight.t() + bias for a weight [out, in]; on a CPU large ones are packed once by oneDNN, not in every product."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._bias = bias
@@ -41,11 +46,13 @@ class Linear:
         if self._packed:
             product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self._weight, self._bias, "none", [], "")
             return product
+        if len(x_NI) < LEAST_ROWS and not x_NI.is_cuda:
+            return self(F.pad(x_NI, (0, 0, 0, LEAST_ROWS - len(x_NI))))[: len(x_NI)]
         return x_NI @ self._weight if self._bias is None else torch.addmm(self._bias, x_NI, self._weight)
 
     def add_to(self, sum_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
         """Add x @ weight.t() to `sum_NO` in place; for a matrix without bias."""
-        if self._packed or sum_NO.dtype != x_NI.dtype:
+        if self._packed or sum_NO.dtype != x_NI.dtype or len(x_NI) < LEAST_ROWS:
             sum_NO.add_(self(x_NI))
         else:
             sum_NO.addmm_(x_NI, self._weight)
@@ -54,7 +61,7 @@ class Linear:
 def _can_pack(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype == torch.float32 or (
+    return (weight.dtype == torch.float32 and weight.numel() >= PACKED_FROM) or (
         weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
