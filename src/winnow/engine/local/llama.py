@@ -31,7 +31,7 @@ LEAST_ROWS = 4
 
 
 class Linear:
-    """x @ weight.t() + bias for a weight [out, in]; on a CPU large ones are packed once by oneDNN, not in every product."""
+    """x @ weight.t() + bias for a weight [out, in]; large ones on a CPU are packed once by oneDNN."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._bias = bias
