@@ -2,7 +2,7 @@
 
     git worktree add /tmp/other COMMIT
     python benchmarks/bench.py decode_cost --other /tmp/other --out benchmarks/results/decode_cost.json
-    python benchmarks/bench.py decode_cost --other /tmp/other --model models/countdown --config recipes/countdown-dapo.yaml
+    ... --model models/countdown --config recipes/countdown-dapo.yaml      # groups are generated, too
 
 Both versions take turns, each in a process of its own with one thread. Every row has a sequence of its own, and none
 ends before the others. With `--model`, groups are rolled out too, rewards included, for each number of slots.
