@@ -8,7 +8,7 @@ import typer
 
 from ..base import __version__
 from ..base.machine import quiet_imports
-from . import cluster, evaluate, gate, models, prepare, push, record, tables, train
+from . import cluster, evaluate, gate, models, prepare, push, record, tables, train, tune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,7 +16,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Post-train language models with group-relative RL and pay only for rollouts that teach.",
 )
-for family in (train, evaluate, prepare, models, record, push, gate, cluster, tables):
+for family in (train, evaluate, prepare, tune, models, record, push, gate, cluster, tables):
     app.add_typer(family.app)
 
 

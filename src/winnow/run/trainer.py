@@ -257,6 +257,10 @@ class Trainer:
         """Save a checkpoint and end, without `model/`; `Trainer.resume` continues from there."""
         self._leave(failed=False)
 
+    def discard(self) -> None:
+        """End without saving anything more."""
+        self._end(failed=True)
+
     def _leave(self, *, failed: bool) -> None:
         if self._session is not None and not self._ended:
             with self._running() as session:

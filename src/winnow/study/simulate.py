@@ -10,7 +10,7 @@ They rise together while the policy learns: logit p_i + ability, where ability g
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 from ..base.errors import ConfigError
 from ..base.machine import heap_frozen
 from ..base.noise import noise_key, uniform_array
+from ..collect import Batch
 from ..config import RunConfig
 from ..methods.pass_rates import PassRate, read_profile
 from ..record.account import Counts
@@ -122,50 +123,87 @@ class Rewards(JobQueue):
         return Group(job.visit, rollouts)
 
 
-def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 1) -> dict[str, Any]:
-    """Simulate the run of a configuration; return tokens by fate, signal, and the oracle's.
+@dataclass
+class Simulation:
+    """Steps of a configuration's own collector against simulated rewards.
 
-    `growth`: logits of ability for 1,000 groups with a signal. `length`: tokens of a rollout. Raises ConfigError on
-    settings that it cannot simulate: gates, and advantages that need more than rewards.
+    Raises ConfigError on settings that it cannot simulate: gates, and advantages that need more than rewards.
     """
-    if c.gates:
-        raise ConfigError(
-            "gates: they decide by tokens and states of rollouts, of which a simulation has none; remove it"
-        )
-    task = build_task(c.env)
-    c = in_steps(c, len(task.train))
-    source = Rewards(policy_of(task.train, read_profile(profile), c.seed), length, c.seed)
-    m = build_methods(c, Options.from_config(c), task.train)
-    if m.advantage.greedy_baseline:
-        raise ConfigError(
-            f"advantage: {c.advantage} needs a greedy rollout a group, which has no pass rate; choose rloo"
-        )
-    if any(m.selector.wants_profile(step) for step in range(1, c.max_steps)):
-        raise ConfigError("selector: it asks for new pass rates during the run, of which a simulation has none")
-    trained, oracle, started, step = 0.0, 0.0, time.perf_counter(), 0
-    counts = Counts()
-    with heap_frozen():
-        reuse = None
+
+    c: RunConfig
+    prompts: Sequence[Prompt]
+    source: Rewards
+    growth: float = 0.0
+
+    def __post_init__(self) -> None:
+        c = self.c
+        if c.gates:
+            raise ConfigError(
+                "gates: they decide by tokens and states of rollouts, of which a simulation has none; remove it"
+            )
+        self.options = Options.from_config(c)
+        self.methods = m = build_methods(c, self.options, self.prompts)
+        if m.advantage.greedy_baseline:
+            raise ConfigError(
+                f"advantage: {c.advantage} needs a greedy rollout a group, which has no pass rate; choose rloo"
+            )
+        if any(m.selector.wants_profile(step) for step in range(1, c.max_steps)):
+            raise ConfigError("selector: it asks for new pass rates during the run, of which a simulation has none")
+        self.counts = Counts()
+        self.reuse: Reuse | None = None
+        self.stopped = ""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batch of each step before the policy learns from it."""
+        c, m = self.c, self.methods
         if c.reuse is not None:
-            reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, m.judge, _unchanged, source.run)
-        collector = build_collector(c, m, source, counts, {"train": task.train}, reuse=reuse)
+            self.reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, m.judge, _unchanged, self.source.run)
+        collector = build_collector(
+            c,
+            m,
+            self.source,
+            self.counts,
+            {"train": self.prompts},
+            asynchronous=self.options.asynchronous,
+            reuse=self.reuse,
+        )
+        step = 0
         while step < c.max_steps and collector.stop is None:
             batch = collector.collect(step)
             if not batch.groups:
                 break
+            yield batch
             teaching = sum(m.judge.teaches(group) for group in batch.trained_on)
-            trained += sum(map(_squares, batch.groups))
-            oracle += _best_signal(source.rates_N, c.prompts_per_step, batch.groups)
             collector.trained(step, batch.groups, {"updated": float(teaching > 0)})
             collector.end_step(step, batch.trained_on, {})
-            source.update(growth * teaching / 1000)
+            self.source.update(self.growth * teaching / 1000)
             step += 1
+        self.stopped = str(collector.stop or "")
         collector.close(step, [])
+
+
+def simulate(c: RunConfig, profile: Path, *, growth: float = 0.0, length: int = 1) -> dict[str, Any]:
+    """Simulate the run of a configuration; return tokens by fate, signal, and the oracle's.
+
+    `growth`: logits of ability for 1,000 groups with a signal. `length`: tokens of a rollout. Raises ConfigError as
+    `Simulation` does.
+    """
+    task = build_task(c.env)
+    c = in_steps(c, len(task.train))
+    source = Rewards(policy_of(task.train, read_profile(profile), c.seed), length, c.seed)
+    simulation = Simulation(c, task.train, source, growth)
+    trained, oracle, started, step = 0.0, 0.0, time.perf_counter(), 0
+    with heap_frozen():
+        for batch in simulation:
+            trained += sum(squares(group.known_rewards()) for group in batch.groups)
+            oracle += _best_signal(source.rates_N, c.prompts_per_step, batch.groups)
+            step += 1
+    counts = simulation.counts
     tokens = counts.rollouts.total() * length
     per_token, best = trained / max(1, tokens), oracle / max(1, step) / length
     return {
         "steps": step,
-        "stopped": str(collector.stop or ""),
+        "stopped": simulation.stopped,
         "visits": counts.visits,
         "rollouts": counts.rollouts.total(),
         "tokens": tokens,
@@ -207,10 +245,9 @@ def _best_signal(rates: np.ndarray, best: int, groups: Sequence[Group]) -> float
     return float(spread.mean() * (size - 1) / size)
 
 
-def _squares(group: Group) -> float:
-    """Return the sum of squared deviations of rewards of 0 and 1 from their mean."""
-    size, right = len(group.rollouts), sum(rollout.reward or 0.0 for rollout in group.rollouts)
-    return right * (size - right) / size
+def squares(rewards: Sequence[float]) -> float:
+    """Return the sum of squared deviations of a group's rewards from their mean."""
+    return float(np.var(rewards) * len(rewards)) if rewards else 0.0
 
 
 def _unchanged(groups: Sequence[Group]) -> list[np.ndarray]:

@@ -1,0 +1,139 @@
+"""Short real runs of a configuration with a few changes, of which nothing is kept but work, seconds and pass@1."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..base.errors import ExpectedError
+from ..config import HUB, RunConfig, validate
+from ..run.trainer import Trainer
+from ..sampler.drafts import Drafts
+from ..types import Visit
+from .costs import Recorder, Seen, Step
+
+LEAST_STEPS = 3
+"""Fewest steps of a run."""
+EVALUATIONS = 4
+"""Evaluations of a run after the one at its start."""
+TUNING_SEED = 1_000
+"""Added to the seed, so that the run which follows is not tuned on its own draws."""
+NOT_HERE = ("push_to_hub", *HUB, "report_to", "eval_steps", "metric_for_best_model", "greater_is_better")
+
+
+@dataclass
+class BriefRun:
+    """A short real run."""
+
+    changes: dict[str, Any]
+    steps: list[Step] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    passed: list[float] = field(default_factory=list)
+    """Held-out pass@1 at equal intervals, from the start."""
+    drafts: float = 1.0
+    slots: int = 1 << 30
+    stopped: str = ""
+    predicted: float | None = None
+    """Mean seconds of its steps without the first, predicted before it ran."""
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> BriefRun:
+        steps = [Step(**step) for step in saved["steps"]]
+        return cls(**dict(saved) | {"steps": steps, "seen": [Seen.read(each) for each in saved["seen"]]})
+
+    @property
+    def warm(self) -> list[Step]:
+        """Steps without the first, in which kernels and the optimizer are set up."""
+        return self.steps[1:]
+
+    @property
+    def per_step(self) -> float:
+        return float(np.mean([sum(step.seconds.values()) for step in self.warm]))
+
+    @property
+    def per_signal(self) -> float:
+        return self.per_step * len(self.warm) / max(1e-9, sum(step.signal for step in self.warm))
+
+    @property
+    def mean_passed(self) -> float:
+        """Mean held-out pass@1 over the run."""
+        return float(np.mean(self.passed)) if self.passed else math.nan
+
+    def __str__(self) -> str:
+        passed = f", mean held-out pass@1 {self.mean_passed:.3f}" if self.passed else ""
+        predicted = "" if self.error is None else f", predicted {self.predicted:.3g} s ({self.error:+.0%})"
+        return f"{len(self.steps)} steps of {self.per_step:.3g} s{predicted}{passed}"
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the predicted seconds of a step."""
+        return None if self.predicted is None or not self.warm else self.predicted / self.per_step - 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a brief run ends: after `seconds` of training and `LEAST_STEPS`, or after `steps`."""
+
+    seconds: float
+    steps: int = 1 << 30
+    measures: bool = False
+    """Keep groups and time drafts; otherwise evaluate at equal intervals."""
+
+
+def run_briefly(c: RunConfig, run: BriefRun, output_dir: str, clock: Callable[[], float], limits: Limits) -> None:
+    """Fill `run` with a run of `c` and its changes. `stopped`: an error of settings or files, which ends it."""
+    own = {key: RunConfig.model_fields[key].default for key in NOT_HERE} | {"save_steps": 1 << 40}
+    shutil.rmtree(output_dir, ignore_errors=True)  # of a call that was interrupted
+    recorder = Recorder(clock)
+    try:
+        values = c.model_dump() | {"seed": c.seed + TUNING_SEED} | run.changes | own | {"output_dir": output_dir}
+        trainer = Trainer(config=validate(values), callbacks=[recorder])
+        try:
+            _train(run, trainer, recorder, limits)
+        finally:
+            trainer.discard()
+    except (ExpectedError, ValueError, OSError) as error:
+        run.stopped = str(error)
+    finally:
+        shutil.rmtree(output_dir, ignore_errors=True)
+
+
+def _train(run: BriefRun, trainer: Trainer, recorder: Recorder, limits: Limits) -> None:
+    run.slots = getattr(getattr(trainer.engine, "options", None), "slots", run.slots)
+    success, spent = trainer.methods.judge.success, 0.0
+    evaluate = bool(trainer.task.test) and not limits.measures
+    while True:
+        if evaluate and spent >= limits.seconds * len(run.passed) / EVALUATIONS:
+            run.passed.append(trainer.evaluate().get("eval/pass@1", math.nan))
+        done = len(run.steps)
+        if done == min(limits.steps, trainer.config.max_steps) or (spent >= limits.seconds and done >= LEAST_STEPS):
+            break
+        step = recorder.observe(trainer)
+        run.steps.append(step)
+        spent += sum(step.seconds.values())
+        for group in recorder.finished if limits.measures else []:
+            right = [judged for r in group.siblings if (judged := success.right(r)) is not None]
+            if len(right) == len(group.siblings):
+                run.seen.append(Seen.of(group, right))
+    if limits.measures and trainer.config.speculative:
+        run.drafts = _time_of_drafts(trainer, recorder)
+
+
+def _time_of_drafts(trainer: Trainer, recorder: Recorder) -> float:
+    """Roll out prompts once more, with and without their last rollouts as drafts; return the ratio of seconds."""
+    drafts, jobs = Drafts(on=True), []
+    for number, group in enumerate(recorder.finished):
+        drafts.observe(group)
+        jobs.append(drafts.job(Visit((1 << 40) + number, 1, group.prompt), len(group.siblings), 0))
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(3):
+        for with_drafts, times in seconds.items():
+            started = recorder.clock()
+            trainer.sampler.run(jobs if with_drafts else [replace(job, drafts=()) for job in jobs])
+            times.append(recorder.clock() - started)
+    return min(seconds[True]) / min(seconds[False])
