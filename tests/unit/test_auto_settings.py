@@ -29,6 +29,7 @@ from winnow.run.resolve import (
     choose_checkpointing,
     choose_dtype,
     choose_engine,
+    choose_slots,
     choose_tokens,
     refuse_changes,
     threads_for,
@@ -249,6 +250,20 @@ class TestActivations:
         assert not choose_checkpointing(model, fits, memory)[0]
         assert choose_checkpointing(model, fits + 1, memory)[0]
         assert not choose_checkpointing(torch.nn.Linear(1 << 12, 1 << 12), 10**9, memory)[0], "it has no layers"
+
+    def test_a_step_of_more_sequences_has_more_slots_if_memory_allows(self) -> None:
+        def slots_of(memory: int = 1 << 40, **changes: Any) -> int:
+            c = config(**{"dtype": "float32", "prompts_per_step": 100} | changes)
+            return int(resolved(c, start(), memory=memory).engine.slots)
+
+        assert slots_of() == 800
+        assert slots_of(prompts_per_step=1000) == 1024
+        assert slots_of(memory=1 << 30) == slots_of(prompts_per_step=8) == 256
+        assert slots_of(engine={"name": "local", "slots": 64}) == 64
+        assert slots_of(engine={"name": "local", "fixed_slots": True}) == 256
+        slots, why = choose_slots(800, 1 << 20, 8 << 30)
+        assert slots == 512
+        assert "0.5 GiB" in why
 
     def test_a_run_keeps_what_was_chosen_or_configured(self) -> None:
         settled = resolved(config(dtype="float32"), start())

@@ -23,7 +23,7 @@ from ..engine.vllm.options import ALONE, SHARED
 from ..learner.step import scheduled_lr
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..sampler import Processes
-from .budget import AT_LEAST, AT_MOST, GIB, Budget, Shapes
+from .budget import AT_LEAST, AT_MOST, GIB, Budget, Shapes, engine_bytes
 from .build_methods import step_options
 from .resolved import AUTO, Machine, Options, Resolved
 
@@ -34,6 +34,10 @@ CPU_ACTIVATION_BYTES = 1 << 30
 (docs/benchmarks.md)."""
 LONGEST_ROW_SHARE = 1 / 2
 """Share of memory the activations of the longest row may take before layers are recomputed."""
+CPU_SLOTS = 1024
+"""Slots up to which the embedded engine gains on a CPU; measured at 0.6 million parameters (docs/benchmarks.md)."""
+KEYS_SHARE = 1 / 8
+"""Share of memory that keys and values may take for more slots than the default's."""
 
 
 def resolve(
@@ -69,7 +73,11 @@ def resolve(
         threads, why["threads"] = choose_threads(options, machine, parameters)
 
     c = c.model_copy(update=values | {"engine": spec, "dtype": dtype, "threads": threads})
-    sizes = _sizes_on_gpu(c, options, engine, machine, model, alone) if on_gpu else _sizes_on_cpu(c, machine, model)
+    sizes = (
+        _sizes_on_gpu(c, options, engine, machine, model, alone)
+        if on_gpu
+        else _sizes_on_cpu(c, options, engine, machine, model)
+    )
     if sizes.engine:
         spec, engine = section_of(spec) | sizes.engine, replace(engine, **sizes.engine)
     c = c.model_copy(update=sizes.values | {"engine": spec})
@@ -211,16 +219,25 @@ class Sizes:
     budgets: dict[str, Budget]
 
 
-def _sizes_on_cpu(c: RunConfig, machine: Machine, model: InitialModel) -> Sizes:
+def _sizes_on_cpu(c: RunConfig, options: Options, engine: Any, machine: Machine, model: InitialModel) -> Sizes:
     values: dict[str, Any] = {}
     why: dict[str, str] = {}
+    of_engine: dict[str, Any] = {}
+    open_ = isinstance(engine, LocalOptions) and not engine.fixed_slots and "slots" not in section_of(c.engine)
+    wanted = min(CPU_SLOTS, c.prompts_per_step * c.num_generations)
+    if open_ and wanted > engine.slots and machine.device.type == "cpu" and not options.samples_elsewhere:
+        each = c.longest * Shapes.from_model(model.meta_model, c.lora).kv_elements * engine_bytes(engine)
+        samplers = options.sync.samplers if isinstance(options.sync, Processes) else 1
+        slots, reason = choose_slots(wanted, each, machine.memory // samplers)
+        if slots > engine.slots:
+            of_engine["slots"], why["engine"] = slots, reason
     if c.tokens_per_microbatch == "auto":
         values["tokens_per_microbatch"], why["tokens_per_microbatch"] = choose_tokens(model.meta_model)
     if c.gradient_checkpointing == "auto":
         recomputed, reason = choose_checkpointing(model.meta_model, c.longest, machine.memory)
         values["gradient_checkpointing"] = recomputed
         why |= {"gradient_checkpointing": reason} if recomputed else {}
-    return Sizes(values, why, {}, {})
+    return Sizes(values, why, of_engine, {})
 
 
 def _sizes_on_gpu(
@@ -249,6 +266,15 @@ def _sizes_on_gpu(
         if budget.engine != whole.engine and not machine.planned_gpus:  # a plan says why this engine
             sizes.why["engine"] = reason
     return sizes
+
+
+def choose_slots(wanted: int, bytes_per_slot: int, memory: int) -> tuple[int, str]:
+    """Return the embedded engine's slots on a CPU, at most `wanted`, and why.
+
+    Siblings share rows, so a decode step has fewer rows than slots. As many sequences as run may be kept between turns.
+    """
+    slots = min(wanted, int(KEYS_SHARE * memory) // max(1, 2 * bytes_per_slot))
+    return slots, f"keys and values of {slots:,} slots take at most {slots * bytes_per_slot / GIB:.2g} GiB"
 
 
 def bytes_per_token(model: Any) -> int:
