@@ -77,6 +77,8 @@ def test_other_commands_do_likewise(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model": "m", "env": "countdown"}')
     expected = {
         ("simulate", "missing.yaml", "--rates", "rates.jsonl"): "missing.yaml: cannot be read",
+        ("tune", "missing.yaml"): "missing.yaml: cannot be read",
+        ("tune", "run.yaml", "-o", "out.txt"): "name another YAML file than run.yaml",
         ("eval", "m", "eval_prompts=["): "the value is not valid YAML",
         ("vote", "m", "--config", "missing.yaml"): "missing.yaml: cannot be read",
         ("pass-rates", "m", "eval_prompts"): "expected key=value",

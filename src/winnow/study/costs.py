@@ -26,6 +26,8 @@ WORK = {
 `tokens`: sampled; `rest`: publishing and booking."""
 TRIMMED = 0.1
 """Share of steps with the largest errors that a fit leaves out: another process has interrupted them."""
+REUSED = 2 / 3
+"""Worth of a group that is trained again, relative to a new one: on Countdown with `reuse.updates: 2`, one seed."""
 Work = dict[str, float]
 
 
@@ -162,7 +164,7 @@ class Recorder:
         times = {name: metrics.get(f"seconds/{name}", 0.0) for name in ("generate", "update", "reuse")}
         seconds = {"generate": times["generate"], "update": times["update"] + times["reuse"]}
         signal = sum(squares(group.known_rewards()) for group in self._trained)
-        again = metrics.get("reuse/groups", 0.0) / max(1, len(self._trained))
+        again = REUSED * metrics.get("reuse/groups", 0.0) / max(1, len(self._trained))
         step = Step(work, seconds | {"rest": whole - sum(times.values())}, signal * (1 + again))
         self.steps.append(step)
         return step

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..config import RunConfig
 from ..sampler import Processes
 from ..types import Group, Job, Prompt
-from .costs import Costs, Shape, Shapes, Work, add
+from .costs import REUSED, Costs, Shape, Shapes, Work, add
 from .simulate import Policy, Rewards, Simulation, squares
 
 FORWARD = 1 / 3
@@ -90,7 +90,7 @@ class Prediction:
     seconds: list[float]
     """Of each step."""
     signal: float
-    """Of all steps: squared deviations of the rewards of trained groups; a reused group counts as a new one."""
+    """Of all steps: squared deviations of the rewards of trained groups; a reused group counts `REUSED` times."""
     phases: Mapping[str, float]
     """Seconds of a step by phase."""
 
@@ -114,7 +114,8 @@ def predict(c: RunConfig, prompts: Sequence[Prompt], machine: Machine) -> Predic
         for group in batch.trained_on:
             if simulation.methods.judge.teaches(group):
                 add(work, source.trained(group))
-            signal += squares(group.known_rewards())
+        signal += sum(squares(group.known_rewards()) for group in batch.groups)
+        signal += REUSED * sum(squares(group.known_rewards()) for group in batch.again)
         for used in simulation.reuse.groups if simulation.reuse is not None else []:
             add(work, source.trained(used.group), FORWARD)
         times = {phase: machine.costs.of(work, phase) for phase in machine.costs.seconds}

@@ -55,6 +55,7 @@ MOST_GROUPS, FEWEST_GROUPS = 8_000, 200
 """Groups trained in a simulation."""
 SIMULATIONS = 30
 """Simulations that a search takes, about."""
+FOLLOWS = "follows prompts_per_step by its square root"
 WHILE_MEASURING = ("selector", "group_size", "gates", "audit", "reuse", "sync")
 """Keys at their default while costs are measured."""
 
@@ -75,7 +76,7 @@ class Tuning:
         self.folder, self.say, self.clock = folder, say, clock
         self.notes: list[str] = []
         self.reasons: dict[str, str] = {}
-        """Why each changed key was changed."""
+        """Why a key takes a value, by `key=value`."""
         self._groups = min(MOST_GROUPS, self.c.max_steps * self.c.prompts_per_step)
         self._seconds, self._began = 60 * minutes, clock()
         private_directory(folder)
@@ -172,10 +173,11 @@ class Tuning:
         """Return changes with their predictions, best first, the given configuration (no changes) among them."""
         if self._search is None:
             tried = sorted(self._tried(machine), key=lambda each: each[1].per_signal)
-            self._search = [[(changes, asdict(prediction)) for changes, prediction in tried], self.reasons]
+            ranked = [(changes, asdict(prediction)) for changes, prediction in tried]
+            self._search = {"ranked": ranked, "reasons": self.reasons, "notes": self.notes}
             self._save()
-        ranked, self.reasons = self._search
-        return [(changes, Prediction(**prediction)) for changes, prediction in ranked]
+        self.reasons, self.notes = dict(self._search["reasons"]), list(self._search["notes"])
+        return [(changes, Prediction(**prediction)) for changes, prediction in self._search["ranked"]]
 
     def _tried(self, machine: Machine) -> list[tuple[dict[str, Any], Prediction]]:
         started, left = self.clock(), self.left("simulate")
@@ -196,14 +198,18 @@ class Tuning:
                 if changes == best or not changes:
                     continue
                 try:
-                    tried.append((changes, self._predicted(changes, machine)))
+                    prediction = self._predicted(changes, machine)
                 except (ConfigError, RunStoppedError):  # these settings do not go together
                     continue
-                if tried[-1][1].per_signal < (1 - WORTHWHILE) * found[1].per_signal:
+                tried.append((changes, prediction))
+                saved = 1 - prediction.per_signal / of_best.per_signal
+                for key in (key for key, value in changes.items() if value != best.get(key)):
+                    reason = (
+                        f"{abs(saved):.0%} {'fewer' if saved > 0 else 'more'} seconds to equal signal, by prediction"
+                    )
+                    self.reasons[_text({key: changes[key]})] = reason if key in option else FOLLOWS
+                if prediction.per_signal < (1 - WORTHWHILE) * found[1].per_signal:
                     found = tried[-1]
-            for key in (key for key, value in found[0].items() if value != best.get(key)):
-                saved = 1 - found[1].per_signal / of_best.per_signal
-                self.reasons[key] = f"{saved:.0%} fewer seconds to equal signal, by prediction"
             best, of_best = found
             self.say(f"{name}: {of_best.per_signal / given.per_signal:.2f} of the given configuration's seconds")
         return tried
@@ -264,10 +270,10 @@ class Tuning:
         seconds = sum(sum(step.seconds.values()) for step in best.steps)
         rate, runs = best.changes.get("learning_rate", self.c.learning_rate), [best]
         for number, times in enumerate(RATES):
-            if self.left("learning rate") < 0.7 * seconds:
+            changes = best.changes | {"learning_rate": float(f"{times * rate:.3g}")}
+            if self.left("learning rate") < 0.7 * seconds and _text(changes) not in self.runs:
                 self.note(f"minutes: too few to try {len(RATES) - number} of {len(RATES)} other learning rates")
                 break
-            changes = best.changes | {"learning_rate": float(f"{times * rate:.3g}")}
             runs.append(self.run(_text(changes), changes, Limits(seconds)))
         highest = max((run for run in runs if not run.stopped), key=lambda run: run.mean_passed, default=best)
         if highest is not best and highest.mean_passed < best.mean_passed + self._noise(best):
@@ -276,7 +282,8 @@ class Tuning:
             return best
         if highest is not best:
             means = f"{highest.mean_passed:.3f}, at {rate:g} {best.mean_passed:.3f}"
-            self.reasons["learning_rate"] = f"mean held-out pass@1 over {seconds:.0f} s is {means}"
+            chosen = {"learning_rate": highest.changes["learning_rate"]}
+            self.reasons[_text(chosen)] = f"mean held-out pass@1 over {seconds:.0f} s is {means}"
         return highest
 
     def _noise(self, run: BriefRun) -> float:
@@ -324,7 +331,7 @@ def tune(
         raise KeyboardInterrupt(f"{len(tuning.runs)} runs are in {folder}; the same command continues") from None
     return {
         "changes": best.changes,
-        "reasons": {key: tuning.reasons[key] for key in best.changes},
+        "reasons": {key: tuning.reasons[_text({key: value})] for key, value in best.changes.items()},
         "costs_s": {} if machine is None else machine.costs.seconds,
         "drafts": 1.0 if machine is None else machine.drafts,
         "predicted": [_of_prediction(*each) for each in ranked if each[1].seconds],

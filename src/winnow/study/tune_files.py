@@ -19,15 +19,23 @@ COLORS = {"predicted": "#E69F00", "measured": "#0072B2"}
 
 def write_config(values: Mapping[str, Any], found: Mapping[str, Any], output: Path) -> None:
     """Write the settings of a file with the changes, each below its reason."""
-    here = f"{processor()}, {usable_threads()} cores"
-    lines = [f"# By `winnow tune` on {here}.", *(f"# {line}" for line in summary(found))]
+    comments = [f"By `winnow tune` on {processor()}, threads: {usable_threads()}.", *summary(found)]
+    lines = [_comment(text) for text in comments]
     for key, value in (dict(values) | found["changes"]).items():
-        text = yaml.safe_dump({key: value}, sort_keys=False, default_flow_style=None, width=120).rstrip()
         if key in found["changes"]:
-            was = yaml.safe_dump(values[key], default_flow_style=True).split("\n")[0] if key in values else "default"
-            lines.append(f"# {key}: was {was}; {found['reasons'][key]}")
-        lines.append(text)
+            was = _setting(key, values[key]) if key in values else f"{key}: default"
+            lines += ["", _comment(f"was {was}; {found['reasons'][key]}")]
+        lines.append(_setting(key, value))
     write_text(output, "\n".join(lines) + "\n")
+
+
+def _comment(text: str) -> str:
+    return "# " + " ".join(text.split())
+
+
+def _setting(key: str, value: Any) -> str:
+    """Return `key: value` as YAML on one line, but for texts with several."""
+    return yaml.safe_dump({key: value}, default_flow_style=True, sort_keys=False, width=1 << 20).strip()[1:-1]
 
 
 def summary(found: Mapping[str, Any]) -> list[str]:

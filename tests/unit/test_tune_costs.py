@@ -1,0 +1,128 @@
+"""Costs of steps: fitted ones are those that made the seconds, and predictions are those of a run by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow.base.errors import ConfigError
+from winnow.config import validate
+from winnow.run.inputs import build_task
+from winnow.study.costs import WORK, Costs, Seen, Shape, Shapes, Step, add
+from winnow.study.simulate import Policy
+from winnow.study.timeline import Machine, predict
+from winnow.types import Rollout
+
+TRUE = {
+    "generate": {"decode_steps": 4e-3, "rows": 5e-5, "prompt_tokens": 2e-4},
+    "update": {"steps": 0.02, "tree_tokens": 1e-4},
+    "rest": {"groups": 5e-4},
+}
+ENV = {"name": "countdown", "train_size": 120, "test_size": 8}
+
+
+def steps(number: int, noise: float) -> list[Step]:
+    rng, found = np.random.default_rng(0), []
+    for _ in range(number):
+        work = {name: float(rng.integers(10, 100)) for names in WORK.values() for name in names} | {"steps": 1.0}
+        work |= {name: 100 * work[name] for name in ("rows", "context", "tokens", "tree_tokens", "trained_tokens")}
+        seconds = {phase: Costs(TRUE).of(work, phase) * rng.normal(1, noise) for phase in WORK}
+        found.append(Step(work, seconds, 0.0))
+    return found
+
+
+def test_a_fit_finds_the_costs_that_made_the_seconds() -> None:
+    fitted = Costs.fitted(steps(20, 0.0)).seconds
+    for phase, costs in fitted.items():
+        assert costs == pytest.approx({name: TRUE[phase].get(name, 0.0) for name in WORK[phase]}, rel=1e-6, abs=1e-12)
+
+
+def test_noise_and_an_interrupted_step_move_predictions_little() -> None:
+    known = steps(40, 0.05)
+    known[3] = replace(known[3], seconds={phase: 20 * s for phase, s in known[3].seconds.items()})
+    costs = Costs.fitted(known)
+    for step in steps(60, 0.0)[40:]:
+        assert costs.of(step.work) == pytest.approx(sum(step.seconds.values()), rel=0.1)
+
+
+def test_few_steps_give_costs_that_are_not_negative() -> None:
+    for number in (1, 2, 3):
+        costs = Costs.fitted(steps(number, 0.3))
+        assert all(cost >= 0 for each in costs.seconds.values() for cost in each.values())
+
+
+def rollout(*tokens: int) -> Rollout:
+    ids, every = np.array(tokens, np.int64), np.ones(len(tokens), bool)
+    return Rollout(0, (7, 7), ids, every, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+
+
+def test_what_siblings_have_in_common_is_decoded_once() -> None:
+    """After a prompt of two tokens 1 and 1 2 and 3 are read by others; the last token of a rollout never is."""
+    shape = Shape.of([rollout(1, 2, 9), rollout(1, 9), rollout(3, 9)])
+    assert shape == Shape(length=3, rows=3, context=3 + 4 + 3, tokens=7, prompt_tokens=2)
+    assert shape.trained(3) == {"tree_tokens": 5, "trained_tokens": 13}
+    assert shape.scaled(2) == Shape(3, 6, 20, 14, 2)
+
+
+def test_groups_get_the_shape_of_those_that_are_most_alike() -> None:
+    short, long = Shape(2, 1, 1, 4, 2), Shape(9, 8, 8, 16, 2)
+    shapes = Shapes([Seen("a", [True, True], {2: short}), Seen("b", [False, False], {2: long})])
+    assert (shapes.next(2, 2), shapes.next(2, 0)) == (short, long)
+    assert shapes.next(4, 4) == short.scaled(2)
+
+
+def config(**changes: Any) -> Any:
+    values = {"model": "m", "env": ENV, "max_steps": 30, "prompts_per_step": 8, "num_generations": 4}
+    return validate(values | {"advantage": "rloo", "max_skipped_steps": 1000, "filter": "zero_variance"} | changes)
+
+
+@pytest.fixture
+def machine() -> Machine:
+    seen = [Seen(f"p{k}", [i < k for i in range(4)], {4: Shape(10, 20, 400, 40, 8)}) for k in range(5)]
+    return Machine(Costs(TRUE), Shapes(seen), Policy(np.zeros(120)), slots=1 << 20)
+
+
+def test_a_step_takes_the_seconds_of_its_work(machine: Machine) -> None:
+    """Without a filter: 8 groups at once, 10 decode steps, 160 rows, and an update on the mixed ones."""
+    found = predict(config(filter="keep_all"), build_task(ENV).train, machine)
+    generate = 10 * 4e-3 + 160 * 5e-5 + 64 * 2e-4
+    assert found.phases["generate"] == pytest.approx(generate)
+    assert found.phases["rest"] == pytest.approx(8 * 5e-4)
+    assert found.phases["update"] == pytest.approx(0.02 + 8 * 28 * 1e-4 * 7 / 8, rel=0.1)
+    assert len(found.seconds) == 30
+    assert found.signal == pytest.approx(30 * 8 * 0.75, rel=0.1)
+
+
+def test_predictions_are_monotonic(machine: Machine) -> None:
+    prompts = build_task(ENV).train
+
+    def per_step(changes: dict[str, Any], **of_machine: Any) -> float:
+        return predict(config(**changes), prompts, replace(machine, **of_machine)).per_step
+
+    batches = [per_step({"prompts_per_step": n}) for n in (4, 8, 16)]
+    assert batches == sorted(batches)
+    sizes = [per_step({"num_generations": n, "filter": "keep_all"}) for n in (2, 4, 8)]
+    assert sizes == sorted(sizes)
+    slots = [per_step({}, slots=n) for n in (1 << 20, 16, 4)]
+    assert slots == sorted(slots)
+    dearer: dict[str, Any] = {}
+    add(dearer, TRUE["generate"], 2.0)
+    assert per_step({}, costs=Costs(TRUE | {"generate": dearer})) > batches[1]
+    drafts = [per_step({"speculative": True}, drafts=ratio) for ratio in (0.5, 1.0)]
+    assert drafts == sorted(drafts)
+    assert drafts[1] == per_step({})
+
+
+def test_sampler_processes_overlap_with_the_update(machine: Machine) -> None:
+    stale = {"correction": "truncate", "policy_loss": "plain", "max_lag": 1}
+    alone = predict(config(**stale | {"max_lag": 0}), build_task(ENV).train, machine)
+    c = config(**stale, sync={"name": "processes", "samplers": 1})
+    assert predict(c, build_task(ENV).train, machine).per_step < alone.per_step
+
+
+def test_gates_are_refused(machine: Machine) -> None:
+    with pytest.raises(ConfigError, match="gates: they decide by tokens"):
+        predict(config(gates=[{"name": "random", "k": 2}]), build_task(ENV).train, machine)
