@@ -159,7 +159,7 @@ class Recorder:
         work = {"steps": 1.0, "decode_steps": getattr(trainer.engine, "clock", 0.0) - decoded}
         for group in self.finished:
             add(work, Shape.of(group.siblings).generated())
-        for group in self._trained:
+        for group in filter(trainer.methods.judge.teaches, self._trained):
             add(work, Shape.of(group.siblings).trained(len(group.siblings)))
         times = {name: metrics.get(f"seconds/{name}", 0.0) for name in ("generate", "update", "reuse")}
         seconds = {"generate": times["generate"], "update": times["update"] + times["reuse"]}

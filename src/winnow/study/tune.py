@@ -38,7 +38,7 @@ from .costs import Costs, Shapes
 from .simulate import policy_of
 from .timeline import Machine, Prediction, predict
 
-SIZES = ((1, 1), (0.5, 1), (1, 2), (2, 1), (1, 0.5))
+SIZES = ((1, 1), (0.25, 0.5), (0.5, 1), (1, 2), (2, 1))
 """Batch and group sizes of the measured settings, relative to the configuration's."""
 HELD_OUT = (0.5, 2)
 MEASURED_STEPS = 7
