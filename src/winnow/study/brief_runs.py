@@ -12,10 +12,11 @@ import numpy as np
 
 from ..base.errors import ExpectedError
 from ..config import HUB, RunConfig, validate
+from ..learner.off_policy import log_ratios
 from ..run.trainer import Trainer
 from ..sampler.drafts import Drafts
 from ..types import Visit
-from .costs import Recorder, Seen, Step
+from .costs import Recorder, Seen, Shape, Step, Work, add
 
 LEAST_STEPS = 3
 """Fewest steps of a run."""
@@ -36,6 +37,9 @@ class BriefRun:
     passed: list[float] = field(default_factory=list)
     """Held-out pass@1 at equal intervals, from the start."""
     drafts: float = 1.0
+    ratios_s: float = 0.0
+    """Seconds of the importance ratios of some groups, which `reuse` computes, and the work of an update on them."""
+    ratios_work: Work = field(default_factory=dict)
     slots: int = 1 << 30
     stopped: str = ""
     predicted: float | None = None
@@ -120,6 +124,12 @@ def _train(run: BriefRun, trainer: Trainer, recorder: Recorder, limits: Limits) 
             right = [judged for r in group.siblings if (judged := success.right(r)) is not None]
             if len(right) == len(group.siblings):
                 run.seen.append(Seen.of(group, right))
+    if limits.measures and recorder.finished:
+        started = recorder.clock()
+        log_ratios(recorder.finished, trainer.learner)
+        run.ratios_s = recorder.clock() - started
+        for group in recorder.finished:
+            add(run.ratios_work, Shape.of(group.siblings).trained(len(group.siblings)))
     if limits.measures and trainer.config.speculative:
         run.drafts = _time_of_drafts(trainer, recorder)
 

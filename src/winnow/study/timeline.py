@@ -13,9 +13,6 @@ from ..types import Group, Job, Prompt
 from .costs import REUSED, Costs, Shape, Shapes, Work, add
 from .simulate import Policy, Rewards, Simulation, squares
 
-FORWARD = 1 / 3
-"""Cost of a forward pass over that of an update: for the ratios of groups that may be used again."""
-
 
 class Timeline(Rewards):
     """Finishes groups in the order of launch, each after the decode steps of its longest rollout; counts the work."""
@@ -83,6 +80,8 @@ class Machine:
     slots: int
     drafts: float = 1.0
     """Seconds of generation with drafts, over those without."""
+    ratios: float = 1 / 3
+    """Seconds of the importance ratios of groups that may be used again, over those of an update on them."""
 
 
 @dataclass
@@ -117,7 +116,7 @@ def predict(c: RunConfig, prompts: Sequence[Prompt], machine: Machine) -> Predic
         signal += sum(squares(group.known_rewards()) for group in batch.groups)
         signal += REUSED * sum(squares(group.known_rewards()) for group in batch.again)
         for used in simulation.reuse.groups if simulation.reuse is not None else []:
-            add(work, source.trained(used.group), FORWARD)
+            add(work, source.trained(used.group), machine.ratios)
         times = {phase: machine.costs.of(work, phase) for phase in machine.costs.seconds}
         if c.speculative:
             times["generate"] *= 1 - (1 - machine.drafts) * work.get("visited", 0.0) / max(1.0, work.get("groups", 0.0))

@@ -157,7 +157,9 @@ class Tuning:
         rates = {p: PassRate(p, len(right), sum(right), float(np.mean(right))) for p, right in answers.items()}
         policy = policy_of(self.task.train, rates, self.c.seed)
         costs = Costs.fitted([step for run in runs for step in run.warm])
-        return Machine(costs, Shapes(seen), policy, runs[0].slots, runs[0].drafts)
+        update_s = sum(costs.of(run.ratios_work, "update") for run in runs)
+        ratios = sum(run.ratios_s for run in runs) / max(1e-9, update_s)
+        return Machine(costs, Shapes(seen), policy, runs[0].slots, runs[0].drafts, ratios)
 
     # ---- simulate ------------------------------------------------------------------------------------------------
 
