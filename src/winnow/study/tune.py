@@ -246,8 +246,7 @@ class Tuning:
     def contend(self, ranked: Sequence[tuple[dict[str, Any], Prediction]]) -> BriefRun:
         """Run the given configuration and the best predicted ones for equal seconds; return the best run.
 
-        The best has the fewest seconds for its signal, and no lower held-out pass@1 than the given one, within its
-        standard error.
+        The best has the fewest seconds for its signal among those with at least the given one's mean pass@1.
         """
         given = next(prediction for changes, prediction in ranked if not changes)
         few = [each for each in ranked if each[1].per_signal < given.per_signal][:CONTENDERS]
@@ -260,7 +259,7 @@ class Tuning:
             runs.append(self.run(_text(changes), changes, Limits(left), prediction))
         if not runs[0].warm:
             raise ConfigError(runs[0].stopped)
-        least = runs[0].mean_passed - self._noise(runs[0])
+        least = runs[0].mean_passed
         fit = [run for run in runs if run.warm and not run.stopped and not run.mean_passed < least]
         return min(fit or runs[:1], key=lambda run: run.per_signal)
 
