@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from winnow.base import seconds
-from winnow.base.seconds import RunClock, Seconds
-from winnow.engine.base import ENGINE_SECONDS, engine_seconds
+from winnow.base.seconds import ENGINE_SECONDS, RunClock, Seconds
+from winnow.engine.base import engine_seconds
 from winnow.record.costs import costs_of, seconds_table, tokens_table
 from winnow.record.ledger import Ledger
 from winnow.rollout.evaluate import Evaluation
@@ -158,7 +158,7 @@ def test_every_second_of_an_engine_has_a_name(monkeypatch: pytest.MonkeyPatch) -
     assert set(found) == set(ENGINE_SECONDS)
     assert sum(found.values()) == time.now - steps, "between steps nobody looks"
     assert {name: found[name] for name in rows} == rows
-    assert found["decode_33-128"] == found["decode_129+"] == 0
+    assert found["decode_33-128"] == found["decode_over_128"] == 0
     assert engine.seconds.take() == dict.fromkeys(ENGINE_SECONDS, 0.0)
 
 

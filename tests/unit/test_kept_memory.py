@@ -9,10 +9,9 @@ import sys
 import pytest
 
 FAULTS = """
-import resource, sys, torch
+import resource, torch
 from winnow.base.machine import keep_freed_memory
-if sys.argv[1] == "kept":
-    keep_freed_memory()
+keep_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def use():
@@ -28,8 +27,7 @@ print(faults() - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_freed_memory_is_used_again() -> None:
-    by_default, kept = (
-        int(subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, check=True).stdout)
-        for how in ("default", "kept")
-    )
-    assert kept < by_default / 10
+    """Whether glibc gives it back by default depends on the kernel's large pages, so that is not compared."""
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, check=True)
+    pages = 10 * 6 * (8 << 20) // 4096
+    assert int(done.stdout) < pages / 10

@@ -113,6 +113,9 @@ class Slow:
     def pending(self) -> int:
         return len(self.jobs)
 
+    def spent(self) -> dict[str, float]:
+        return {}
+
     def launch(self, job: Job) -> None:
         self.jobs.append(job)
 

@@ -10,6 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+DECODE_ROWS = {8: "decode_1-8", 32: "decode_9-32", 128: "decode_33-128"}
+"""Names of the seconds of decoding steps, by the largest number of rows."""
+DECODE_MORE = "decode_over_128"
+ENGINE_SECONDS = ("prefill", *DECODE_ROWS.values(), DECODE_MORE, "drafts", "copying", "sampling")
+"""What an engine spends its seconds on."""
+
 
 def now() -> float:
     """Return the time of a monotonic clock, in seconds. Tests replace it."""

@@ -15,11 +15,6 @@ import numpy as np
 from ..base.seconds import Seconds
 from ..base.weights import Weights
 
-DECODE_ROWS = {8: "decode_1-8", 32: "decode_9-32", 128: "decode_33-128"}
-"""Names of the seconds of decoding steps, by the largest number of rows."""
-DECODE_MORE = "decode_129+"
-ENGINE_SECONDS = ("prefill", *DECODE_ROWS.values(), DECODE_MORE, "drafts", "copying", "sampling")
-"""What an engine spends its seconds on."""
 LOWEST_TEMPERATURE = 1e-4
 """Lower temperatures may overflow float32 logits, and can only mean greedy sampling."""
 

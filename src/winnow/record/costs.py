@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from ..engine.base import DECODE_MORE, DECODE_ROWS
+from ..base.seconds import DECODE_MORE, DECODE_ROWS
 
 SECONDS, OF_SAMPLERS = "seconds/", "sampler/seconds/"
 """Prefixes of metrics: of the run's own process, and summed over samplers in other processes."""

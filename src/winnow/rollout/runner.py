@@ -50,7 +50,7 @@ class RolloutRunner:
         self.rewarder = rewarder
         self.options = dict(options)
         self._turn_length = turn_length_of(task)
-        self._one_turn = getattr(type(task), "make_env", None) is OneTurn.make_env
+        self._one_turn = getattr(task.make_env, "__func__", None) is OneTurn.make_env
         """Whether the task has no environment at all: then no copy of a row is made for one."""
         self._prompts = PromptTokens(tokenizer)
         check_drafts(self.options.values(), engine.provides)

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
-from ...base.seconds import Seconds
+from ...base.seconds import DECODE_MORE, DECODE_ROWS, ENGINE_SECONDS, Seconds
 from ...base.weights import Weights
 from .. import slots as col
-from ..base import DECODE_MORE, DECODE_ROWS, ENGINE_SECONDS, Event, Finished, Request
+from ..base import Event, Finished, Request
 from ..facts import Facts
 from ..loading import ModelReference, resolve_device
 from ..sequences import SequenceEngine, Sequences
