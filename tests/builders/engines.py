@@ -45,23 +45,19 @@ class Counted:
         self.decoded = self.prefilled = self.extended = self.read = 0
         backend: Any = engine._backend
         decode, prefill, extend = backend.decode, backend.prefill, backend.extend
-        read = getattr(backend, "read", None)
 
         def counting_decode(tokens: Any, *rest: Any) -> Any:
             self.decoded += len(tokens)
             return decode(tokens, *rest)
 
-        def counting_prefill(prompts: Any) -> Any:
-            self.prefilled += sum(map(len, prompts))
-            return prefill(prompts)
+        def counting_prefill(prompts: Any, drafts: Any) -> Any:
+            self.prefilled += sum(map(len, prompts)) - sum(drafts)
+            self.read += sum(drafts)
+            return prefill(prompts, drafts)
 
-        def counting_extend(tails: Any, past: Any) -> Any:
-            self.extended += sum(map(len, tails))
-            return extend(tails, past)
-
-        def counting_read(drafts: Any, past: Any) -> Any:
-            self.read += sum(map(len, drafts))
-            return read(drafts, past)
+        def counting_extend(tails: Any, past: Any, drafts: Any) -> Any:
+            self.extended += sum(map(len, tails)) - sum(drafts)
+            self.read += sum(drafts)
+            return extend(tails, past, drafts)
 
         backend.decode, backend.prefill, backend.extend = counting_decode, counting_prefill, counting_extend
-        backend.read = counting_read

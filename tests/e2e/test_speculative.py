@@ -19,6 +19,12 @@ from ..builders.tokenizers import save_chat_model
 REWARDS = Path(__file__).resolve().parent.parent / "parity.py"
 
 
+@pytest.fixture(autouse=True)
+def _short_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny runs have short rollouts."""
+    monkeypatch.setattr("winnow.rollout.in_flight.WORTH_STEPS", 0.0)
+
+
 def metrics(run: Path) -> list[dict[str, float]]:
     lines = metrics_of(run)
     return [line for line in lines if "loss" in line]

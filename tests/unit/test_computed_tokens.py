@@ -19,6 +19,12 @@ from .engine_models import FUSED, GENERIC, VOCAB, make_model, make_requests, run
 from .fake_run import FakeRun, rollout
 
 
+@pytest.fixture(autouse=True)
+def reads_any_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("winnow.engine.local.engine.READ_ROWS", 1 << 20)
+    monkeypatch.setattr("winnow.rollout.in_flight.WORTH_STEPS", 0.0)
+
+
 def drafted(asked: list[Request], plain: dict[Any, Finished], rng: np.random.Generator) -> list[Request]:
     """A third with the right draft, a third with one that is wrong somewhere, a third without; siblings share some."""
     found = []

@@ -18,10 +18,16 @@ from winnow.sampler.codec import job_from, job_state
 from winnow.sampler.drafts import ROLLOUT_BYTES, TURN_BYTES, Drafts, DraftsState
 from winnow.types import Draft, Group, Job, Prompt, Rollout, Turn, Visit
 
-from ..builders.engines import make_engine, require_equal
+from ..builders.engines import Counted, make_engine, require_equal
 from .engine_models import EOS, FUSED, GENERIC, VOCAB, make_model, run
 
 PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(9)]
+
+
+@pytest.fixture(autouse=True)
+def _read_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("winnow.engine.local.engine.READ_ROWS", 1 << 20)
+    monkeypatch.setattr("winnow.rollout.in_flight.WORTH_STEPS", 0.0)
 
 
 def requests(n: int = 12, **params: Any) -> list[Request]:
@@ -245,9 +251,38 @@ def test_turns_of_siblings_in_flight_are_drafts(said: Draft, wanted: tuple[int, 
 
 
 def test_the_likeliest_draft() -> None:
-    assert likeliest([]) == ()
-    assert likeliest([(3, 1), (2, 2, 5), (2, 1), (2, 2), (2, 2), (3,)]) in [(2, 2), (2, 2, 5)]
-    assert likeliest([(1,), (1, 2, 3), (1, 2, 4), (1, 2, 3)]) == (1, 2, 3)
+    assert likeliest([], 8) == ()
+    assert likeliest([(3, 1), (2, 2, 5), (2, 1), (2, 2), (2, 2), (3,)], 8) == (2, 2, 5)
+    assert likeliest([(1,), (1, 2, 3), (1, 2, 4), (1, 2, 3)], 1) == (1, 2, 3)
+
+
+def test_a_draft_ends_one_token_behind_those_worth_reading() -> None:
+    """By the chance that one of the siblings gets there; the last token is not read."""
+    drafts = [(1, 2, 3, 4)] * 4 + [(1, 2, 7, 4)] * 3 + [(1, 9)]
+    assert likeliest(drafts, 1) == (1, 2, 3)  # 7.5/8 and 6.5/8, but 3.5/8
+    assert likeliest(drafts, 2) == (1, 2, 3, 4)
+    assert likeliest([(5, 6), (7, 8), (9, 9)], 1) == (5,)
+
+
+def test_a_draft_that_saves_too_few_steps_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("winnow.rollout.in_flight.WORTH_STEPS", 2.0)
+    drafts = [(1, 2, 3, 4)] * 8  # each token with a chance of 7.5/8
+    assert likeliest(drafts, 8) == (1, 2, 3, 4)  # 4 * 0.597
+    assert likeliest(drafts, 16) == ()  # 4 * 0.356
+    assert likeliest([(1, 2)] * 8, 1) == ()
+
+
+def test_drafts_are_read_while_few_rows_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = requests()
+    plain = finished(make_engine(make_model("qwen2")), asked)
+    drafted = [replace(r, draft=tuple(plain[asked[0].id].token_ids.tolist())) for r in asked]
+    for rows, reads in ((len(asked) // 2, True), (len(asked) // 2 - 1, False)):  # two siblings have one prompt
+        monkeypatch.setattr("winnow.engine.local.engine.READ_ROWS", rows)
+        engine = make_engine(make_model("qwen2"), slots=64)
+        counted = Counted(engine)
+        require_equal(plain, finished(engine, drafted))
+        prompts = {r.prompt_ids: len(r.prompt_ids) + (len(r.draft) - 1) * reads for r in drafted}
+        assert counted.prefilled + counted.read == sum(prompts.values())
 
 
 def test_the_oldest_drafts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,13 +335,16 @@ def test_mixed_reports_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_siblings_share_the_prefill_of_their_prompt() -> None:
-    engine, prompt = make_engine(make_model("qwen2")), tuple(range(1, 50))
+def test_siblings_share_the_pass_over_their_prompt_and_draft() -> None:
+    """Also those that wait for a slot meanwhile."""
+    engine, prompt = make_engine(make_model("qwen2"), slots=4), tuple(range(1, 50))
     asked = [Request(k, prompt, SamplingParams(9), noise_key(k)) for k in range(6)]
     plain = finished(engine, asked)
     backend: Any = engine._backend
     prefill, computed = backend.prefill, []
-    backend.prefill = lambda prompts: computed.extend(map(len, prompts)) or prefill(prompts)
-    found = finished(engine, [replace(r, draft=tuple(plain[r.id].token_ids.tolist())) for r in asked])
+    backend.prefill = lambda prompts, drafts: computed.extend(map(len, prompts)) or prefill(prompts, drafts)
+    draft = tuple(plain[0].token_ids.tolist())
+    found = finished(engine, [replace(r, draft=draft) for r in asked])
     require_equal(plain, found)
-    assert computed == [49]
+    assert computed == [49 + len(draft) - 1]
+    assert found[0].num_reused_tokens >= len(draft) - 1

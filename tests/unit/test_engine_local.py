@@ -162,7 +162,7 @@ def test_siblings_share_one_prefill_also_across_steps(name: str, monkeypatch: py
     engine = make_engine(make_model(name), slots=3)
     seen: list[tuple[int, ...]] = []
     prefill = engine._backend.prefill
-    monkeypatch.setattr(engine._backend, "prefill", lambda prompts: seen.extend(prompts) or prefill(prompts))
+    monkeypatch.setattr(engine._backend, "prefill", lambda prompts, _: seen.extend(prompts) or prefill(prompts))
     requests = make_requests(4, siblings=5)
     run(engine, requests)
     assert sorted(seen) == sorted({r.prompt_ids for r in requests})

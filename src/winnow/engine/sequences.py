@@ -145,19 +145,22 @@ class Sequences:
         confidences, raw = (None if column is None else others.pop(0).astype(np.float32) for column in columns[2:])
         return Drawn(tokens.astype(np.int64), logp.astype(np.float32), confidences, raw)
 
-    def accept(self, row: int, draft: tuple[int, ...], drawn: Drawn) -> int:
-        """Store the tokens of a new row's draft that `drawn`, one for each, has too; return how many.
+    def accept(self, rows: np.ndarray, lengths: np.ndarray, draft_N: np.ndarray, drawn: Drawn) -> np.ndarray:
+        """Store what new rows draw of their drafts, up to the first other token; return how many tokens of each.
 
-        The last one is not accepted, nor one that ends the sequence or is to be reported: the next step draws it.
+        `draft_N`, `drawn`: `lengths` tokens of each row, row by row. The next step draws a token that ends the
+        sequence or is to be reported.
         """
-        stop_set, alarm = int(self.table.ints[col.STOP_SET, row]), int(self.table.ints[col.ALARM, row])
-        most = min(len(draft), alarm) - 1
-        tokens = np.array(draft[:most], dtype=np.int64)
-        others = drawn.tokens_N[:most] != tokens
-        accepted = int(others.argmax()) if others.any() else most
-        alerts = np.flatnonzero(self._stops.alert[stop_set, tokens[:accepted]]).tolist()
-        accepted = next((i for i in alerts if self._end(stop_set, tokens[: i + 1])), accepted)
-        self.table.accept(row, drawn.at(slice(accepted)), len(self._versions) - 1)
+        starts, table = np.cumsum(lengths) - lengths, self.table
+        row_N = np.repeat(rows, lengths)
+        count_N = np.arange(len(row_N)) - np.repeat(starts, lengths)
+        set_N = table.ints[col.STOP_SET, row_N]
+        stays_N = (drawn.tokens_N == draft_N) & (count_N < table.ints[col.ALARM, row_N] - 1)
+        for i in np.flatnonzero(stays_N & self._stops.alert[set_N, draft_N]).tolist():
+            stays_N[i] = not self._end(int(set_N[i]), draft_N[i - count_N[i] : i + 1])
+        accepted = np.minimum.reduceat(np.where(stays_N, np.repeat(lengths, lengths), count_N), starts)
+        kept = np.flatnonzero(count_N < np.repeat(accepted, lengths))
+        table.accept(rows, accepted, (row_N[kept], count_N[kept]), drawn.at(kept), len(self._versions) - 1)
         return accepted
 
     def record(self, rows: Rows, drawn: Drawn) -> np.ndarray:

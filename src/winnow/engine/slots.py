@@ -14,6 +14,8 @@ TOKEN, POSITION, COUNT, KEY, TOP_K, ALARM, STOP_SET = range(7)
 
 Rows = slice | np.ndarray
 """Rows of a table: a slice, or int64 in any order."""
+Cells = tuple[np.ndarray, np.ndarray]
+"""Row and column of each of some cells."""
 
 
 class Drawn(NamedTuple):
@@ -121,14 +123,13 @@ class SlotTable:
         self.ints[COUNT, rows] += 1
         return np.asarray(self.ints[COUNT, rows] == self.ints[ALARM, rows])
 
-    def accept(self, row: int, drawn: Drawn, weights: int) -> None:
-        """Store tokens of a draft as the first ones of a row."""
-        n = len(drawn.tokens_N)
-        self._store((row, slice(n)), drawn, weights)
-        self.ints[COUNT, row] = self.num_reused_tokens[row] = n
-        self.ints[POSITION, row] += n
+    def accept(self, rows: np.ndarray, accepted: np.ndarray, at: Cells, drawn: Drawn, weights: int) -> None:
+        """Store tokens of drafts, `accepted` of each new row, at rows and columns `at`."""
+        self._store(at, drawn, weights)
+        self.ints[COUNT, rows] = self.num_reused_tokens[rows] = accepted
+        self.ints[POSITION, rows] += accepted
 
-    def _store(self, at: tuple[int | np.ndarray, slice | np.ndarray], drawn: Drawn, weights: int) -> None:
+    def _store(self, at: Cells, drawn: Drawn, weights: int) -> None:
         """Store tokens at rows and columns."""
         self.tokens[at], self.logp[at], self.weights[at] = drawn.tokens_N, drawn.logp_N, weights
         if drawn.confidence_N is not None:

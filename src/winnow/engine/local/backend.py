@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -39,16 +40,20 @@ class Prefilled:
     values: list[torch.Tensor]
     lengths: list[int]
     last: Output
+    drafted: Drafted | None = None
+    """Of prompts with drafts behind them, whose keys and values follow the prompts'."""
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """Sequences that went through the model together, with outputs at several positions of each."""
+class Drafted:
+    """What the first tokens behind prompts are drawn from, while they are those of the prompts' drafts."""
 
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
     hidden_NH: torch.Tensor
-    """Inputs of the lm_head, sequence by sequence."""
+    """Inputs of the lm_head at the last token of each prompt and all tokens of its draft, prompt by prompt."""
+    starts_B: np.ndarray
+    """Where each prompt's begin."""
+    lengths_B: np.ndarray
+    """Tokens of each draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,23 +160,10 @@ def _causal_mask(positions_BS: torch.Tensor, columns: int, dtype: torch.dtype) -
 
 @dataclass(slots=True)
 class WaitingPrompt:
-    """A prompt, kept until the last request for it has started."""
+    """A prompt and a draft, kept until the last request for both has started."""
 
     waiting: int = 0
     prefilled: Prefilled | None = None
     index: int = 0
     computed: int = 0
     """Tokens of its prefill, until a sequence has started from it."""
-
-    def hidden(self) -> torch.Tensor:
-        """Return the hidden state at its last token."""
-        assert self.prefilled is not None
-        return self.prefilled.last.hidden_NH[self.index : self.index + 1]
-
-    def past(self, ids: tuple[int, ...]) -> Kept:
-        """Return its keys and values."""
-        assert self.prefilled is not None
-        keys, values = (
-            [t[self.index, :, : len(ids)] for t in ts] for ts in (self.prefilled.keys, self.prefilled.values)
-        )
-        return Kept(ids, keys, values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from ..facts import Facts
 from ..loading import ModelReference, resolve_device
 from ..sequences import SequenceEngine, Sequences
 from ..slots import Drawn
-from .backend import Kept, KeptSequences, Output, Prefilled, Read, WaitingPrompt
+from .backend import Kept, KeptSequences, Output, Prefilled, WaitingPrompt
 from .cache import CacheRows, Chunk, KVCache, padded, plan
 from .hf import DTYPES, fixed_columns, make_backend
 from .llama import LlamaBackend
@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 PREFILL_TOKENS = 16_384
 """Prompt tokens of one prefill, padding included."""
+READ_ROWS = 16
+"""Rows in flight up to which drafts are read. With more, a step's time is that of its rows, and reading a token takes
+about as long as decoding it. A number, not a clock: the same run reads the same drafts. Chosen, not tuned."""
 DRAFT_LOGITS = 1 << 24
 """Logits of drafts that are computed at a time."""
 MOST_SLOTS = 65_536
@@ -68,6 +71,13 @@ class LocalOptions:
         return LocalEngine(model.load(), tokenizer, device=model.device, **asdict(self))
 
 
+class _Key(NamedTuple):
+    """What goes through the model before a request's first token is drawn: its prompt, and the draft that it reads."""
+
+    ids: tuple[int, ...]
+    draft: tuple[int, ...]
+
+
 class LocalEngine(SequenceEngine):
     """Generates with a Hugging Face causal LM in this process; an `Engine`. Not thread-safe."""
 
@@ -91,7 +101,7 @@ class LocalEngine(SequenceEngine):
         self._rows = CacheRows()
         self.sequences = Sequences(facts, tokenizer, rows, self._backend.device)
         self._to_device = self.sequences.to_device
-        self._prompts: dict[tuple[int, ...], WaitingPrompt] = {}
+        self._prompts: dict[_Key, WaitingPrompt] = {}
         # With fixed slots nothing may depend on what else runs, so not on what had to make room either.
         self._kept = KeptSequences(0 if fixed_slots else slots)
         self._waste = 0
@@ -124,7 +134,7 @@ class LocalEngine(SequenceEngine):
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in self.sequences.submit(requests):
-            self._prompts.setdefault(request.prompt_ids, WaitingPrompt()).waiting += 1
+            self._prompts.setdefault(self._key(request), WaitingPrompt()).waiting += 1
 
     def cancel(self, ids: Iterable[Hashable]) -> list[Finished]:
         ids = list(ids)
@@ -137,11 +147,20 @@ class LocalEngine(SequenceEngine):
         return events
 
     def _leave_queue(self, request: Request) -> WaitingPrompt:
-        prompt = self._prompts[request.prompt_ids]
+        key = self._key(request)
+        prompt = self._prompts[key]
         prompt.waiting -= 1
         if not prompt.waiting:
-            del self._prompts[request.prompt_ids]
+            del self._prompts[key]
         return prompt
+
+    def _key(self, request: Request) -> _Key:
+        """Return what is read before the request's first token is drawn, its draft without the last token.
+
+        No draft is read where a penalty makes tokens depend on those before, or by a backend that cannot.
+        """
+        reads = "drafts" in self.provides and request.params.repetition_penalty == 1
+        return _Key(request.prompt_ids, request.draft[:-1] if reads else ())
 
     # ---- weights -----------------------------------------------------------------------------------------------
 
@@ -252,84 +271,52 @@ class LocalEngine(SequenceEngine):
         free = self.options.slots - self.sequences.table.n
         requests = list(itertools.islice(self.sequences.waiting.values(), free))
         kept = {r.prompt_ids: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
-        self._prefill({r.prompt_ids: self._prompts[r.prompt_ids] for r in requests}, kept)
-        self.seconds.lap("prefill")
-        batches: dict[int, tuple[Prefilled, list[int], list[Request]]] = {}
-        drafted: dict[Hashable, tuple[WaitingPrompt, list[Request]]] = {}
+        keys = [self._key(request) for request in requests]
+        self._prefill({key: self._prompts[key] for key in keys}, kept)
+        batches: dict[Hashable, tuple[Prefilled, list[int], list[Request]]] = {}
         computed: dict[Hashable, int] = {}
-        for request in requests:
+        for key, request in zip(keys, requests, strict=True):
             prompt = self._leave_queue(request)
             computed[request.id], prompt.computed = prompt.computed, 0
             assert prompt.prefilled is not None
-            if self._reads_draft(request):
-                # With fixed slots alone: nothing may depend on what else runs.
-                key = request.id if self.options.fixed_slots else (request.prompt_ids, request.draft)
-                drafted.setdefault(key, (prompt, []))[1].append(request)
-                continue
-            _, index, members = batches.setdefault(id(prompt.prefilled), (prompt.prefilled, [], []))
+            # With fixed slots nothing may depend on what else runs.
+            alone = self.options.fixed_slots and key.draft
+            batch = request.id if alone else id(prompt.prefilled)
+            _, index, members = batches.setdefault(batch, (prompt.prefilled, [], []))
             index.append(prompt.index)
             members.append(request)
         outputs = [self._insert(*batch) for batch in batches.values()]
         self.seconds.lap("copying")
-        outputs += self._read(list(drafted.values()))
-        self.seconds.lap("drafts")
         self.sequences.table.computed(computed)
         return outputs
 
-    def _prefill(self, prompts: dict[tuple[int, ...], WaitingPrompt], kept: dict[tuple[int, ...], Kept]) -> None:
+    def _prefill(self, prompts: dict[_Key, WaitingPrompt], kept: dict[tuple[int, ...], Kept]) -> None:
         """Run the prompts among these that have not been; of those with a kept beginning only what is new."""
-        missing = [ids for ids, prompt in prompts.items() if prompt.prefilled is None]
-        tails = {ids: ids[len(kept[ids].tokens) :] for ids in missing if ids in kept}
-        whole = self._together([ids for ids in missing if ids not in kept], lambda ids: ids)
-        runs = [(group, self._backend.prefill(group)) for group in whole]
-        for group in self._together(list(tails), lambda ids: tails[ids]):
-            runs.append((group, self._backend.extend([tails[ids] for ids in group], [kept[ids] for ids in group])))
+        missing = [key for key, prompt in prompts.items() if prompt.prefilled is None]
+        # With fixed slots every step computes all rows, and nothing may depend on what else runs.
+        reads = self.options.fixed_slots or self._rows.n + len(missing) <= READ_ROWS
+        new = {key: key.ids + key.draft if reads else key.ids for key in missing}
+        tails = {key: new[key][len(kept[key.ids].tokens) :] for key in missing if key.ids in kept}
+        runs = []
+        for group in self._together([key for key in missing if key not in tails], lambda key: new[key]):
+            drafts = [len(new[key]) - len(key.ids) for key in group]
+            runs.append((group, self._backend.prefill([new[key] for key in group], drafts)))
+            self.seconds.lap("drafts" if any(drafts) else "prefill")
+        for group in self._together(list(tails), lambda key: tails[key]):
+            drafts = [len(new[key]) - len(key.ids) for key in group]
+            past = [kept[key.ids] for key in group]
+            runs.append((group, self._backend.extend([tails[key] for key in group], past, drafts)))
+            self.seconds.lap("drafts" if any(drafts) else "prefill")
         for group, prefilled in runs:
-            for index, ids in enumerate(group):
-                prompts[ids].prefilled, prompts[ids].index = prefilled, index
-                prompts[ids].computed = len(tails.get(ids, ids))
+            for index, key in enumerate(group):
+                prompts[key].prefilled, prompts[key].index = prefilled, index
+                prompts[key].computed = len(tails.get(key, new[key]))
 
-    def _reads_draft(self, request: Request) -> bool:
-        """Whether to read a draft. One token is drawn anyway, and a penalty makes tokens depend on those before."""
-        return len(request.draft) > 1 and "drafts" in self.provides and request.params.repetition_penalty == 1
-
-    def _read(self, drafted: list[tuple[WaitingPrompt, list[Request]]]) -> list[Output]:
-        """Start requests with a draft, which goes through the model in one pass, but for its last token.
-
-        `drafted`: prompts, and the requests that have one draft after it.
-        """
-        outputs, backend = [], self._backend
-        for group in self._together(drafted, lambda some: some[1][0].draft[:-1]):
-            assert isinstance(backend, LlamaBackend)
-            firsts = [requests[0] for _, requests in group]
-            past = [prompt.past(first.prompt_ids) for (prompt, _), first in zip(group, firsts, strict=True)]
-            read = backend.read([first.draft[:-1] for first in firsts], past)
-            lengths = [len(first.draft) for first in firsts]
-            tails = read.hidden_NH.split([n - 1 for n in lengths])
-            pieces = [(prompt.hidden(), tail) for (prompt, _), tail in zip(group, tails, strict=True)]
-            hidden_NH = torch.cat([piece for pair in pieces for piece in pair])
-            numbers = [number for number, (_, some) in enumerate(group) for _ in some]
-            requests = [request for _, some in group for request in some]
-            started = self.sequences.start(requests)
-            rows = range(started.start, started.stop)
-            self.sequences.table.computed({first.id: len(first.draft) - 1 for first in firsts})
-            starts = np.cumsum([0, *lengths[:-1]])[numbers]
-            drawn = self._draw_drafts(backend, rows, starts, hidden_NH)
-            accepted = [self.sequences.accept(row, r.draft, d) for row, r, d in zip(rows, requests, drawn, strict=True)]
-            filled = [len(r.prompt_ids) + n for r, n in zip(requests, accepted, strict=True)]
-            self._fill(requests, read, list(zip(numbers, filled, strict=True)))
-            next_MH = hidden_NH[self._to_device(starts + accepted)]
-            outputs.append(Output(next_MH, backend.logits(next_MH)))
-        return outputs
-
-    def _draw_drafts(
-        self, backend: LlamaBackend, rows: range, starts: np.ndarray, hidden_NH: torch.Tensor
-    ) -> list[Drawn]:
-        """Draw as many first tokens of each row as its draft has, from hidden states that begin at `starts`.
+    def _draw_drafts(self, rows: np.ndarray, lengths: np.ndarray, starts: np.ndarray, hidden_NH: torch.Tensor) -> Drawn:
+        """Draw as many first tokens of each row as its draft has, row by row, from states that begin at `starts`.
 
         Some logits at a time, and those of a draft that several rows have once.
         """
-        lengths = [len(self.sequences.table.requests[row].draft) for row in rows]
         row_N, count_N = np.repeat(rows, lengths), np.concatenate([np.arange(n) for n in lengths])
         from_N = np.repeat(starts, lengths) + count_N
         order_N = np.argsort(from_N, kind="stable")
@@ -337,10 +324,9 @@ class LocalEngine(SequenceEngine):
         parts = []
         for some in np.split(order_N, range(size, len(order_N), size)):
             distinct, of_some = np.unique(from_N[some], return_inverse=True)
-            logits = backend.logits(hidden_NH[self._to_device(distinct)])[self._to_device(of_some)]
+            logits = self._logits(hidden_NH[self._to_device(distinct)])[self._to_device(of_some)]
             parts.append(self.sequences.draw(logits, row_N[some], count_N[some]))
-        drawn, stops = Drawn.joined(parts).at(np.argsort(order_N)), np.cumsum(lengths).tolist()
-        return [drawn.at(slice(stop - n, stop)) for n, stop in zip(lengths, stops, strict=True)]
+        return Drawn.joined(parts).at(np.argsort(order_N))
 
     def _together(self, items: list[T], tokens: Callable[[T], tuple[int, ...]]) -> list[list[T]]:
         """Groups of what goes through the model in one pass, where `tokens` gives the new tokens of each."""
@@ -356,12 +342,28 @@ class LocalEngine(SequenceEngine):
         return groups
 
     def _insert(self, prefilled: Prefilled, index: list[int], requests: list[Request]) -> Output:
-        self.sequences.start(requests)
-        self._fill(requests, prefilled, [(i, prefilled.lengths[i]) for i in index])
-        index_N = self._to_device(np.array(index))
-        return Output(prefilled.last.hidden_NH[index_N], prefilled.last.logits_NV[index_N])
+        """Start requests behind the prompts `index`, with what they draw of their drafts."""
+        started = self.sequences.start(requests)
+        prompt_lengths, drafted = [prefilled.lengths[i] for i in index], prefilled.drafted
+        if drafted is None or not (lengths := drafted.lengths_B[index]).any():
+            self._fill(requests, prefilled, list(zip(index, prompt_lengths, strict=True)))
+            index_N = self._to_device(np.array(index))
+            return Output(prefilled.last.hidden_NH[index_N], prefilled.last.logits_NV[index_N])
+        starts, hidden_NH = drafted.starts_B[index], drafted.hidden_NH
+        some, accepted = np.flatnonzero(lengths), np.zeros(len(requests), dtype=np.int64)
+        rows = started.start + some
+        draft_N = np.concatenate([np.array(self._key(requests[i]).draft, np.int64) for i in some])
+        drawn = self._draw_drafts(rows, lengths[some], starts[some], hidden_NH)
+        accepted[some] = self.sequences.accept(rows, lengths[some], draft_N, drawn)
+        self._fill(requests, prefilled, list(zip(index, (prompt_lengths + accepted).tolist(), strict=True)))
+        next_MH = hidden_NH[self._to_device(starts + accepted)]
+        return Output(next_MH, self._logits(next_MH))
 
-    def _fill(self, requests: list[Request], read: Prefilled | Read, of: list[tuple[int, int]]) -> None:
+    def _logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self._backend, LlamaBackend)  # the only one that reads drafts
+        return self._backend.logits(hidden_NH)
+
+    def _fill(self, requests: list[Request], read: Prefilled, of: list[tuple[int, int]]) -> None:
         """Give new sequences rows of the cache; `of`: number of each in `read`, and how much of that is its own."""
         rows, beginnings = self._rows.append(of)
         longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class HFBackend:
         assert self._hidden is not None
         return Output(self._hidden.view(len(ids), -1, self._hidden.shape[-1])[:, -1], logits[:, : self.vocab_size])
 
-    def prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
+    def prefill(self, prompts: list[tuple[int, ...]], drafts: Sequence[int] = ()) -> Prefilled:
         cache = DynamicCache()
         ids = torch.tensor(prompts, device=self.device)
         positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
@@ -138,7 +138,7 @@ class HFBackend:
             )
         return Prefilled([x.keys for x in layers], [x.values for x in layers], [len(p) for p in prompts], last)
 
-    def extend(self, tails: list[tuple[int, ...]], past: list[Kept]) -> Prefilled:
+    def extend(self, tails: list[tuple[int, ...]], past: list[Kept], drafts: Sequence[int] = ()) -> Prefilled:
         ids = torch.tensor(tails, device=self.device)
         positions_BS, keys, values, mask = continued(past, ids.shape[1], self.dtype, self.device)
         last = self._cached(ids, positions_BS, keys, values, mask)

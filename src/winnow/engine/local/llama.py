@@ -8,13 +8,14 @@ between products stay float32 as there, or engine and learner would be different
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from .backend import Kept, Output, Prefilled, Read, continued
+from .backend import Drafted, Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
 from .graphs import DecodeGraphs
 
@@ -219,7 +220,8 @@ class LlamaBackend:
         hidden = self._normed(x_NH, self._norm)
         return Output(hidden, self._head(hidden))
 
-    def prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
+    def prefill(self, prompts: list[tuple[int, ...]], drafts: Sequence[int] = ()) -> Prefilled:
+        """Run prompts; the last `drafts[i]` tokens of prompt i, if given, are a draft behind it."""
         B, P = len(prompts), max(map(len, prompts))
         x = self._embedding[self._padded(prompts).view(-1)]
         rotation = self._rotation[:P].repeat(B, 1, 1)
@@ -230,27 +232,19 @@ class LlamaBackend:
             values.append(v.contiguous())
             layer.out.add_to(x, self._attend_all(q, k, v, None))
             self._feed_forward(layer, x)
-        return Prefilled(keys, values, [len(p) for p in prompts], self._last(x, prompts))
-
-    def read(self, tails: list[tuple[int, ...]], past: list[Kept]) -> Read:
-        """As `extend`, with an output for every token of the tails."""
-        x, keys, values = self._extended(tails, past)
-        longest = max(map(len, tails))
-        rows = [i * longest + j for i, tail in enumerate(tails) for j in range(len(tail))]
-        return Read(keys, values, self._normed(x[torch.tensor(rows, device=self.device)], self._norm))
+        return self._prefilled(x, keys, values, prompts, drafts, [0] * B)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Return logits of inputs of the lm_head."""
         return self._head(hidden_NH)
 
-    def extend(self, tails: list[tuple[int, ...]], past: list[Kept]) -> Prefilled:
+    def extend(self, tails: list[tuple[int, ...]], past: list[Kept], drafts: Sequence[int] = ()) -> Prefilled:
         """Go on with sequences whose beginnings are kept; `tails` holds what is new of each, at least one token.
 
-        The tails have equal lengths unless `mixed_lengths`.
+        The tails have equal lengths unless `mixed_lengths`. `drafts`: as in `prefill`.
         """
         x, keys, values = self._extended(tails, past)
-        lengths = [len(kept.tokens) + len(tail) for kept, tail in zip(past, tails, strict=True)]
-        return Prefilled(keys, values, lengths, self._last(x, tails))
+        return self._prefilled(x, keys, values, tails, drafts, [len(kept.tokens) for kept in past])
 
     def _extended(
         self, tails: list[tuple[int, ...]], past: list[Kept]
@@ -300,10 +294,27 @@ class LlamaBackend:
             attended = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=self._scale)
         return attended.reshape(B, heads, S, -1).transpose(1, 2).reshape(B * S, -1)
 
-    def _last(self, x: torch.Tensor, sequences: list[tuple[int, ...]]) -> Output:
-        longest = max(map(len, sequences))
-        last = torch.tensor([i * longest + len(s) - 1 for i, s in enumerate(sequences)], device=self.device)
-        return self._output(x[last])
+    def _prefilled(
+        self,
+        x: torch.Tensor,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        new: list[tuple[int, ...]],
+        drafts: Sequence[int],
+        before: list[int],
+    ) -> Prefilled:
+        """Return results from hidden states of the padded `new` tokens behind as many `before`."""
+        longest, drafts = max(map(len, new)), drafts or [0] * len(new)
+        ends = [i * longest + len(tokens) for i, tokens in enumerate(new)]
+        lasts = [end - draft - 1 for end, draft in zip(ends, drafts, strict=True)]
+        drafted = None
+        if any(drafts):
+            rows = [last + j for last, draft in zip(lasts, drafts, strict=True) for j in range(draft + 1)]
+            hidden_NH = self._normed(x[torch.tensor(rows, device=self.device)], self._norm)
+            lengths_B = np.array(drafts)
+            drafted = Drafted(hidden_NH, np.cumsum(lengths_B + 1) - lengths_B - 1, lengths_B)
+        lengths = [n + len(tokens) - draft for n, tokens, draft in zip(before, new, drafts, strict=True)]
+        return Prefilled(keys, values, lengths, self._output(x[torch.tensor(lasts, device=self.device)]), drafted)
 
     def decode(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]) -> Output:
         """Run one token of rows 0..N-1, write its keys and values to column `positions_N`, attend up to there."""
