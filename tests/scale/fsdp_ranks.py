@@ -42,6 +42,28 @@ def policy(reference: bool = False, **model: Any) -> Policy:
     return Policy(causal_lm, tokenizer, copy.deepcopy(causal_lm) if reference else None)
 
 
+class Norm(torch.nn.Module):
+    """RMSNorm in the dtype of its input. Transformers' own rounds to float32, which enlarges the last bits by which
+    orders of summation differ."""
+
+    def __init__(self, weight: torch.nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+def in_float64(parts: Policy) -> Policy:
+    """The same model with nothing below float64."""
+    for name, module in list(parts.model.named_modules()):
+        if type(module).__name__ == "LlamaRMSNorm":
+            parent, _, attribute = name.rpartition(".")
+            setattr(parts.model.get_submodule(parent), attribute, Norm(module.weight, module.variance_epsilon))
+    parts.model.double()
+    return parts
+
+
 def updates(learner: Learner, loss: LossConfig, steps: int = 5, iterations: int = 1) -> list[dict[str, float]]:
     """Of rows that differ from step to step, in number, too."""
     found = []

@@ -24,7 +24,7 @@ from winnow.methods.loss import LossConfig
 from ..builders.groups import make_group
 from ..builders.off_policy import STEP
 from ..unit.learner_models import gemma2, random_rows
-from .fsdp_ranks import LOSSES, context, difference, over, policy, state, updates
+from .fsdp_ranks import LOSSES, context, difference, in_float64, over, policy, state, updates
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("local_cluster")
@@ -126,8 +126,7 @@ def test_baselines_of_the_update_are_those_of_one_process(
 
 @pytest.mark.parametrize("weighing", [None, "gradient", "energy"])
 def test_in_float64_nothing_is_left_of_the_difference(ranks: Ranks, weighing: Weighing | None) -> None:
-    parts = policy()
-    parts.model.double()
+    parts = in_float64(policy())
     changes = {"advantage": "opob" if weighing == "gradient" else "otb" if weighing else "rloo"}
     pair = [over(ranks, copy.deepcopy(parts), **changes), Local().build(parts, context(**changes))]
     for step in range(5):

@@ -44,6 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
                 process.kill()
     for name in ("RAY_AUTH_MODE", cluster.TOKEN):
         os.environ.pop(name, None)  # set by Ray
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()  # a later test of this process has another
 
 
 @pytest.fixture
