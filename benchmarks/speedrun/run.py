@@ -20,8 +20,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -92,7 +94,7 @@ def make_model(track: str) -> str:
     return str(path)
 
 
-def run_job(spec: Spec, record: Path) -> bool:
+def run_job(spec: Spec, record: Path, cores: set[int]) -> bool:
     """Train in a process, evaluate in another, write the record. Returns whether it succeeded."""
     directory = Path(spec.directory)
     before = os.getloadavg()[0]
@@ -100,10 +102,10 @@ def run_job(spec: Spec, record: Path) -> bool:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         begun = json.dumps(asdict(replace(spec, began=time.time())))
-        if not _child("sides.py", begun, directory):
+        if not _child("sides.py", begun, directory, cores):
             return False
     after = os.getloadavg()[0]
-    if not _child("evaluation.py", spec.directory, directory):
+    if not _child("evaluation.py", spec.directory, directory, cores):
         return False
     found = read_json(directory / RUN)
     del found["points"]
@@ -113,14 +115,17 @@ def run_job(spec: Spec, record: Path) -> bool:
     return True
 
 
-def _child(script: str, argument: str, directory: Path) -> bool:
-    """Run a script; its output goes to a log, of which a failure shows the end."""
+def _child(script: str, argument: str, directory: Path, cores: set[int]) -> bool:
+    """Run a script on these cores; its output goes to a log, of which a failure shows the end."""
     log = directory / "log.txt"
     with log.open("a", encoding="utf-8") as out:
-        done = subprocess.run([sys.executable, str(HERE / script), argument], stdout=out, stderr=subprocess.STDOUT)
-    if done.returncode:
+        command = [sys.executable, str(HERE / script), argument]
+        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        os.sched_setaffinity(child.pid, cores)
+        child.wait()
+    if child.returncode:
         print("".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-15:]) + f"failed: {log}", flush=True)
-    return done.returncode == 0
+    return child.returncode == 0
 
 
 def commit() -> str:
@@ -160,15 +165,31 @@ def arguments() -> argparse.Namespace:
 
 
 def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool) -> bool:
-    """Run the jobs without a record. Returns whether all succeeded."""
-    ok = True
-    for number, (side, rate, seed) in enumerate(jobs, start=1):
+    """Run the jobs without a record, in their order. Returns whether all succeeded.
+
+    Sides of one thread run side by side, each on a core of its own, so that what disturbs one disturbs the other.
+    """
+    all_cores = os.sched_getaffinity(0)
+    alone = spec.device == "cuda" or TRACKS[spec.track].alone
+    free: Queue[set[int]] = Queue()
+    for cores in [all_cores] if alone else [{core} for core in sorted(all_cores)]:
+        free.put(cores)
+
+    def run(number: int, job: Job) -> bool:
+        side, rate, seed = job
         record = records / f"{side}-{rate:g}-{seed}.json"
         print(f"{number}/{len(jobs)} {spec.track}: {side}, rate {rate:g}, seed {seed}", flush=True)
-        if again or not record.exists():
+        if record.exists() and not again:
+            return True
+        cores = free.get()
+        try:
             place = f"{spec.directory}/{record.stem}"
-            ok &= run_job(replace(spec, side=side, rate=rate, seed=seed, directory=place), record)
-    return ok
+            return run_job(replace(spec, side=side, rate=rate, seed=seed, directory=place), record, cores)
+        finally:
+            free.put(cores)
+
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        return all(list(pool.map(run, range(1, len(jobs) + 1), jobs)))
 
 
 def main() -> None:
@@ -186,6 +207,8 @@ def main() -> None:
     model = options.model or make_model(options.track)
     directory, changes = str(work / "runs" / name), tuple(options.changes)
     spec = Spec(options.track, "", 0, 0.0, options.device, model, directory, cap_s, growth, changes)
+    if options.tune:
+        spec = replace(spec, cap_s=cap_s / 2, directory=f"{directory}/tune")
     ok = run_all(jobs, spec, records, options.again)
     if options.tune:
         tune(records, target)

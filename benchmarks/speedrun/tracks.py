@@ -56,6 +56,8 @@ class Track:
     """Options of `winnow warm-start` that make the model, outside the clock; None: it is used as it is."""
     growth: float = 1.08
     """Factor by which the clock grows from one evaluated model to the next."""
+    alone: bool = False
+    """Runs use all cores, one at a time; else each has a core of its own."""
     trl_rows: int = 256
     """Rows of a micro-batch in TRL."""
     prepare: Callable[[], None] = lambda: None
@@ -138,6 +140,7 @@ TRACKS = {
         cap_s=1800,
         entries={**SMOLLM2_DAPO, "fastest": SMOLLM2_FASTEST},
         growth=1.15,
+        alone=True,
         trl_rows=16,
         quick=(0.30, 100),
         on_gpu=("dtype=bfloat16",),
@@ -151,6 +154,7 @@ TRACKS = {
         entries={**SMOLLM2_DAPO, "fastest": SMOLLM2_FASTEST},
         warm_start={"model": "smollm2-135m", "max_steps": 400, "batch_size": 16, "learning_rate": 1e-4},
         growth=1.15,
+        alone=True,
         trl_rows=16,
         prepare=make_spelling,
         quick=(0.15, 100),

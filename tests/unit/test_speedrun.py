@@ -83,7 +83,7 @@ def test_sides_alternate_and_a_tuned_rate_is_used(tmp_path: Path) -> None:
 def test_what_has_a_record_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = module("run")
     called: list[Path] = []
-    monkeypatch.setattr(run, "run_job", lambda spec, record: called.append(record) or True)
+    monkeypatch.setattr(run, "run_job", lambda spec, record, cores: called.append(record) or True)
     (tmp_path / "trl-0.0002-0.json").write_text("{}", encoding="utf-8")
     jobs = [("trl", 2e-4, 0), ("dapo", 2e-4, 0)]
     assert run.run_all(jobs, spec(), tmp_path, again=False)
@@ -100,7 +100,7 @@ def test_a_record_has_the_curve_and_loads_and_an_evaluation_that_failed_is_all_t
     works = {"evaluation.py": False}
     directory = tmp_path / "run"
 
-    def child(script: str, argument: str, place: Path) -> bool:
+    def child(script: str, argument: str, place: Path, cores: set[int]) -> bool:
         called.append(script)
         if script == "sides.py":
             given = json.loads(argument)
@@ -115,9 +115,9 @@ def test_a_record_has_the_curve_and_loads_and_an_evaluation_that_failed_is_all_t
 
     monkeypatch.setattr(run, "_child", child)
     of = spec(directory=str(directory), changes=("a=1",))
-    assert not run.run_job(of, tmp_path / "record.json")
+    assert not run.run_job(of, tmp_path / "record.json", {0})
     works["evaluation.py"] = True
-    assert run.run_job(of, tmp_path / "record.json")
+    assert run.run_job(of, tmp_path / "record.json", {0})
     assert called == ["sides.py", "evaluation.py", "evaluation.py"]
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert record["curve"] == points((1, 0.2))
