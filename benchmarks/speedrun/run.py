@@ -208,7 +208,7 @@ def main() -> None:
     directory, changes = str(work / "runs" / name), tuple(options.changes)
     spec = Spec(options.track, "", 0, 0.0, options.device, model, directory, cap_s, growth, changes)
     if options.tune:
-        spec = replace(spec, cap_s=cap_s / 3, directory=f"{directory}/tune")
+        spec = replace(spec, cap_s=cap_s / 3, growth=growth**3, directory=f"{directory}/tune")
     ok = run_all(jobs, spec, records, options.again)
     if options.tune:
         tune(records, target)

@@ -54,7 +54,7 @@ class Track:
     entries: Mapping[str, Entry]
     warm_start: Mapping[str, Any] | None = None
     """Options of `winnow warm-start` that make the model, outside the clock; None: it is used as it is."""
-    growth: float = 1.08
+    growth: float = 1.1
     """Factor by which the clock grows from one evaluated model to the next."""
     alone: bool = False
     """Runs use all cores, one at a time; else each has a core of its own."""
