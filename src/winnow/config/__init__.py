@@ -74,6 +74,10 @@ REFERENCE = (
 """Keys for which a run keeps its initial model."""
 
 
+UNLIMITED = 2**31
+"""`max_prompt_length` where only the model limits prompts."""
+
+
 def resume_rule(given: Any) -> Any:
     """Refuse what others call `resume`: whether to go on with a run."""
     if given not in ("warn", "strict"):

@@ -121,9 +121,10 @@ class Parts:
         self.methods.save(directory)
 
     def close(self) -> None:
-        """End the processes of the parts."""
+        """End the processes of the parts, and engines that hold more than this process's memory."""
         for part in (self.sampler, self.learner, self.rewarder):
             part.close()
+        close_engine(self.engine)
 
 
 def build(
@@ -287,6 +288,13 @@ def _read_by_ranks(r: Resolved, saved: Path | None, tokenizer: Any) -> Policy | 
     with as_zeros(model):
         adapted = with_lora(model, c, None, saved, tokenizer).model
     return replace(policy, model=adapted, origin=digest)
+
+
+def close_engine(engine: Engine | None) -> None:
+    """Close an engine that can be closed."""
+    close = getattr(engine, "close", None)
+    if close is not None:
+        close()
 
 
 def build_engine(engine: Any, c: RunConfig, model: ModelReference, tokenizer: Any) -> Engine:

@@ -107,7 +107,7 @@ def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
 
 def _on_host(r: Resolved) -> Phases:
     shapes = next(iter(r.budgets.values())).shapes
-    return host_budget(r.config, shapes, keeps_versions=isinstance(r.options.sync, InProcess))
+    return host_budget(r.config, shapes, r.engine, keeps_versions=isinstance(r.options.sync, InProcess))
 
 
 def rollouts_per_step(trainer: Trainer) -> int:

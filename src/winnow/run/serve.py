@@ -29,7 +29,7 @@ from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.heartbeat import HEARTBEAT_S, busy
 from ..sampler.weights import fingerprints, read_weights
-from .build import build_engine, build_rewarder
+from .build import build_engine, build_rewarder, close_engine
 from .build_methods import rule_types
 from .inputs import build_task
 from .resolve import engine_for_run
@@ -44,8 +44,8 @@ def alone_on(device: str) -> str:
     """Hide all GPUs but `device` from this process, which has not used any yet; return the device's new name."""
     kind, _, number = device.partition(":")
     if kind == "cuda" and number:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if int(number) < len(visible) > 1 else number
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if int(number) < len(visible) else number
     return kind
 
 
@@ -163,6 +163,4 @@ def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeig
         reply({"refused": str(error)})
     finally:
         server.rewarder.close()
-        close = getattr(server.engine, "close", None)
-        if close is not None:
-            close()
+        close_engine(server.engine)

@@ -17,7 +17,7 @@ from ..record.records import LEDGER, fingerprints_of, read_config
 from ..rollout.evaluate import RollOut, evaluate, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
-from .build import build_policy, build_rewarder
+from .build import build_policy, build_rewarder, close_engine
 from .build_methods import build_success
 from .inputs import build_task
 from .preflight import check_rewards
@@ -81,7 +81,7 @@ def opened(
     `saved`: fingerprints of a run's task and reward functions. `report`: extra values of evaluation rollouts; see
     `RolloutOptions`. Raises ConfigError where the configuration does not make the same ones, e.g. as they were objects.
     """
-    resolved = resolve_here(config, alone=True)
+    resolved = resolve_here(config, alone=True, several_turns=task.max_turns > 1)
     resolved.set_threads()
     config = resolved.config
     policy, engine = build_policy(resolved)
@@ -99,6 +99,7 @@ def opened(
         yield policy, lambda jobs: run_jobs(runner, jobs), rewarder
     finally:
         rewarder.close()
+        close_engine(engine)
 
 
 def _settings(stack: ExitStack, model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:
