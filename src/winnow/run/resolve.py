@@ -53,8 +53,8 @@ def resolve(
     """Return the run that `c` describes on `machine`, with reasons for what was chosen.
 
     `options`: of `c`. `model`: with its names and shapes read. `resumed`: `auto` was resolved when the run began.
-    `alone`: an engine in this process without a learner. `several_turns`: of the task's rollouts. Raises ConfigError where settings contradict the model's, and
-    when the run does not fit on a GPU.
+    `alone`: an engine in this process without a learner. `several_turns`: of the task's rollouts. Raises ConfigError
+    where settings contradict the model's, and when the run does not fit on a GPU.
     """
     on_gpu, parameters = machine.device.type == "cuda", model.parameters
     values, why = model.decides(c)

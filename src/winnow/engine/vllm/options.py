@@ -54,8 +54,8 @@ class VllmOptions:
     dtype: str | None = None
     """`float32`, `bfloat16` or `float16`; None is the type of the saved model."""
     max_length: int | None = None
-    """Longest prompt plus completion (`max_model_len`), for which vLLM must have room. None: that of the run; if none is
-    known, what fits in memory, up to the model's limit."""
+    """Longest prompt plus completion (`max_model_len`), for which vLLM must have room. None: that of the run, or, if
+    none is known, what fits in memory, up to the model's limit."""
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory, weights included; None: 0.3 on the learner's GPU, else 0.9. Without effect on a CPU."""
     sleep: bool | None = None
@@ -141,7 +141,7 @@ BROKEN = (ImportError, OSError, AttributeError)
 
 
 def why_unusable() -> str:
-    """Return why `engine: auto` cannot be vLLM here, and the remedy; empty: it can. Imports vLLM, which takes seconds."""
+    """Return why `engine: auto` cannot be vLLM here, and the remedy; empty: it can. Imports vLLM: seconds."""
     if importlib.util.find_spec("vllm") is None:
         return f"vLLM is not installed; {install('vllm')}"
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
