@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..base.errors import ConfigError
-from ..base.machine import PACKAGE, install, processor, usable_threads
+from ..base.machine import PACKAGE, gpu_memory_since, install, processor, usable_threads
 from ..base.noise import noise_key
 from ..config import RunConfig, validate
 from ..engine import VllmOptions
@@ -168,9 +168,23 @@ def vllm(bench: Bench) -> Figures:
     _release(embedded)
     c, options = bench.config, VllmOptions(gpu_memory_utilization=VLLM_SHARE)
     for_run = engine_for_run(c, replace(bench.resolved.options, engine=options))
-    started = time.perf_counter()
-    engine = build_engine(for_run, c, ModelReference(located(c.model), bench.device), tokenizer)
-    return {"start_s": time.perf_counter() - started} | _engine(bench, engine, ("vLLM publish", "vLLM generation"))
+
+    def start() -> tuple[Any, float]:
+        started = time.perf_counter()
+        engine = build_engine(for_run, c, ModelReference(located(c.model), bench.device), tokenizer)
+        return engine, time.perf_counter() - started
+
+    engine, start_s = start()
+    figures = {"start_s": start_s, "device": str(engine.device)}
+    figures |= _engine(bench, engine, ("vLLM publish", "vLLM generation"))
+    awake = gpu_memory_since(bench.device)
+    _release(engine)
+    if awake:
+        figures["sleep_frees_gib"] = awake["gpu/memory_gib"] - gpu_memory_since(bench.device)["gpu/memory_gib"]
+    engine.close()
+    second, figures["second_start_s"] = start()  # as in a notebook cell that runs twice
+    second.close()
+    return figures
 
 
 def _engine(bench: Bench, engine: Any, phases: tuple[str, str]) -> Figures:

@@ -78,6 +78,10 @@ class VllmEngine(SequenceEngine):
         """Type of weights, keys and values."""
         return str(self._core.config.model_config.dtype).removeprefix("torch.")
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._core.runner.device)
+
     def load_weights(self, weights: Weights, version: int) -> None:
         self.sequences.require_alive()
         state = self._weight_facts.check_state(weights)
