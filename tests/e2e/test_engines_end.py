@@ -20,7 +20,7 @@ REWARDS = {"reward_funcs": [f"{parity.__file__}:parity_reward"]}
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Engines of this test that were closed; the embedded one has nothing to close by itself."""
     found: list[Any] = []
-    monkeypatch.setattr(LocalEngine, "close", found.append, raising=False)
+    monkeypatch.setattr(LocalEngine, "close", lambda self: found.append(self), raising=False)
     return found
 
 
@@ -48,7 +48,7 @@ def test_inside_trl_it_ends_with_the_training_and_a_resume_has_another(tmp_path:
 
     closed: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalEngine, "close", closed.append, raising=False)
+        patch.setattr(LocalEngine, "close", lambda self: closed.append(self), raising=False)
         rows = Dataset.from_list([{"prompt": f"{1 + i % 6} {1 + i // 6} 2", "row": i} for i in range(24)])
         args = settings(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1)
         given = {"model": str(tiny_model), "reward_funcs": reward, "train_dataset": rows, "args": args}

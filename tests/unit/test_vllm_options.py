@@ -14,7 +14,8 @@ import torch
 from transformers import Qwen3Config
 
 from winnow.base.errors import ConfigError
-from winnow.config import UNLIMITED, RunConfig, validate
+from winnow.config import RunConfig, validate
+from winnow.config.options import UNLIMITED
 from winnow.engine.loading import ModelReference
 from winnow.engine.vllm import options
 from winnow.engine.vllm.options import VllmOptions, why_unusable

@@ -221,3 +221,10 @@ def engine_seconds(engine: Engine, whole: float) -> dict[str, float]:
     """
     seconds: Seconds | None = getattr(engine, "seconds", None)
     return {"engine": whole} if seconds is None else seconds.take()
+
+
+def close_engine(engine: Engine | None) -> None:
+    """Close an engine that can be closed."""
+    close = getattr(engine, "close", None)
+    if close is not None:
+        close()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError
-from ..config import UNLIMITED, RunConfig, validate
-from ..config.options import MethodSpec, method, name_of
+from ..config import RunConfig, validate
+from ..config.options import UNLIMITED, MethodSpec, method, name_of
 from ..env.base import Task
 from ..env.workers.functions import compares_siblings
 from ..methods.advantage import ADVANTAGES, InUpdate

@@ -17,7 +17,7 @@ from ..base.seconds import Seconds
 from ..base.weights import FiniteWeights, StateWeights, WeightSource, state_once
 from ..config import RunConfig
 from ..config.options import MethodSpec, name_of
-from ..engine.base import Engine
+from ..engine.base import Engine, close_engine
 from ..engine.facts import end_where_rollouts_do
 from ..engine.initial_model import require_embeddings
 from ..engine.loading import ModelReference, prepare_cuda
@@ -31,7 +31,7 @@ from ..learner.rows import Row
 from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner
-from ..run.build import build_engine, close_engine
+from ..run.build import build_engine
 from ..run.preflight import longest_prompt
 from ..run.resolve import engine_for_run
 from ..run.resolved import Options, rollout_options

@@ -15,12 +15,13 @@ from typing import Any
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..base.errors import ConfigError
-from ..config import UNLIMITED, RunConfig, as_saved, from_saved, validate
-from ..config.options import MethodSpec, method, name_of, section_of
+from ..config import RunConfig, as_saved, from_saved, validate
+from ..config.options import UNLIMITED, MethodSpec, method, name_of, section_of
 from ..engine import ENGINES, LocalOptions, VllmOptions
 from ..engine.initial_model import InitialModel
 from ..engine.vllm.options import ALONE, SHARED
 from ..learner.step import scheduled_lr
+from ..methods.policy_loss import POLICY_LOSSES, PolicyLoss
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..sampler import Processes
 from .budget import AT_LEAST, AT_MOST, GIB, Budget, Shapes, engine_bytes
@@ -166,7 +167,8 @@ def _may_round(c: RunConfig, engine: Any) -> bool:
 
 def _uncorrected(c: RunConfig) -> bool:
     """Whether no ratio of the loss corrects for the engine's rounding of probabilities."""
-    return c.policy_loss == "plain" and name_of(c.correction) == "none"
+    loss: PolicyLoss = method(POLICY_LOSSES, c.policy_loss, "policy_loss")
+    return not loss.has_ratio and name_of(c.correction) == "none"
 
 
 # ---------------------------------------------------------------- type and threads

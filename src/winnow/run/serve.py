@@ -21,6 +21,7 @@ from ..base.failpoint import failpoint
 from ..base.forkserver import call_itself, lines_with_parent
 from ..base.machine import gpu_gib, resident_mib
 from ..config import validate
+from ..engine.base import close_engine
 from ..engine.initial_model import InitialModel
 from ..engine.loading import load_tokenizer, quiet_transformers
 from ..engine.template import with_template
@@ -29,7 +30,7 @@ from ..rollout.runner import RolloutRunner
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.heartbeat import HEARTBEAT_S, busy
 from ..sampler.weights import fingerprints, read_weights
-from .build import build_engine, build_rewarder, close_engine
+from .build import build_engine, build_rewarder
 from .build_methods import rule_types
 from .inputs import build_task
 from .resolve import engine_for_run

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..config import REFERENCE, RunConfig, validate
+from ..engine.base import close_engine
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..learner import Policy
@@ -17,7 +18,7 @@ from ..record.records import LEDGER, fingerprints_of, read_config
 from ..rollout.evaluate import RollOut, evaluate, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
-from .build import build_policy, build_rewarder, close_engine
+from .build import build_policy, build_rewarder
 from .build_methods import build_success
 from .inputs import build_task
 from .preflight import check_rewards
