@@ -28,6 +28,7 @@ from winnow.engine.local.cache import CacheRows, T
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Plain
 from winnow.run.build import build_learner
 from winnow.run.inputs import build_task
 from winnow.run.resolve import resolve_here
@@ -92,7 +93,7 @@ def updates(learner: Any) -> dict[str, Callable[[list[Group]], float]]:
         rows = rows_of(groups, ADVANTAGES["rloo"](), "dapo", max_completion_length=1)
         learner._limits = replace(limits, pairs=pairs)
         started = time.perf_counter()
-        learner.accumulate(rows, LossConfig(policy_loss="plain"), 0)
+        learner.accumulate(rows, LossConfig(policy_loss=Plain()), 0)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter() - started

@@ -19,6 +19,7 @@ from winnow.learner.local.reference import frozen_copy
 from winnow.learner.rows import Pool, Row
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import POLICY_LOSSES, Clip, Plain
 from winnow.run.build import with_lora
 from winnow.types import Rollout
 
@@ -28,7 +29,7 @@ LAYERS, VOCAB = 2, 300
 BF16 = {"compute_dtype": torch.bfloat16}
 
 
-PLAIN = LossConfig(policy_loss="plain")
+PLAIN = LossConfig(policy_loss=Plain())
 
 
 def qwen3(vocab: int = VOCAB, heads: int = 4, kv_heads: int = 2) -> Any:
@@ -81,7 +82,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "kl": BF16 | {"reference": True, "loss": LossConfig(beta=0.1)},
     "kl-lora": BF16 | {"lora": LORA, "loss": LossConfig(beta=0.1, kl_estimator="k2")},
     "entropy": BF16 | {"loss": LossConfig(entropy_coef=0.01)},
-    "gspo": BF16 | {"loss": LossConfig(importance_sampling_level="sequence")},
+    "gspo": BF16 | {"loss": LossConfig(policy_loss=Clip(importance_sampling_level="sequence"))},
     "filters": BF16 | {"drawn": {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "temperature": 0.7}},
     "penalty": BF16 | {"drawn": {"repetition_penalty": 1.2}},
     "temperature": BF16 | {"drawn": {"temperature": 0.7}},
@@ -97,7 +98,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "amsgrad": {"optim_args": {"amsgrad": True}},
     "large-vocabulary": BF16 | {"vocab": 3000},
 } | {
-    f"{name}-{kind}": BF16 | {"loss": LossConfig(policy_loss=kind, correction=CORRECTIONS[name]())}
+    f"{name}-{kind}": BF16 | {"loss": LossConfig(policy_loss=POLICY_LOSSES[kind](), correction=CORRECTIONS[name]())}
     for name in CORRECTIONS
     if name != "none"
     for kind in ("clip", "plain")

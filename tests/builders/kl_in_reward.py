@@ -10,6 +10,7 @@ from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.correct.none import NoScale
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Plain
 from winnow.types import Group
 
 from ..unit.learner_models import learner_of, llama
@@ -31,6 +32,6 @@ def trained(groups: list[Group], advantage: Any, kl_in_reward: float, **loss: An
         seed=0,
         kl_in_reward=kl_in_reward,
     )
-    terms = LossConfig("plain", loss_type="sequence_sum", correction=Truncate(), **loss)
+    terms = LossConfig(Plain(), loss_type="sequence_sum", correction=Truncate(), **loss)
     metrics = OptimizerStep(learner_of(model, reference, tokens=20), advantage, terms, NoScale(), options)(groups, 0)
     return (model, reference), metrics

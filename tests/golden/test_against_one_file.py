@@ -28,6 +28,7 @@ from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct.none import NoScale
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Clip, Plain
 from winnow.run.callbacks import TrainerCallback, TrainerState
 from winnow.run.trainer import Trainer
 from winnow.types import Group, Prompt, Rollout, Visit
@@ -250,9 +251,7 @@ class Spy(LocalLearner):
 
 def winnow_update(groups: list[Group], model: Any, reference: Any, s: Any, tokens_per_microbatch: int) -> tuple:
     loss = LossConfig(
-        policy_loss=s.policy_loss,
-        epsilon=s.epsilon,
-        epsilon_high=s.epsilon_high,
+        policy_loss=Plain() if s.policy_loss == "plain" else Clip(s.epsilon, s.epsilon_high),
         loss_type=s.loss_type,
         beta=s.beta,
         kl_estimator=s.kl_estimator,

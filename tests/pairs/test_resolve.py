@@ -31,7 +31,7 @@ MACHINES = [
     Machine(CPU, threads=1, memory=2 * GIB),
     Machine(CPU, threads=64, memory=256 * GIB, bfloat16_units=["amx_bf16"]),
     Machine(CUDA, threads=8, memory=64 * GIB, gpu_memory=24 * GIB, gpu_bfloat16=True),
-    Machine(CUDA, threads=8, memory=64 * GIB, gpu_memory=80 * GIB, gpu_bfloat16=True, install_vllm="pip"),
+    Machine(CUDA, threads=8, memory=64 * GIB, gpu_memory=80 * GIB, gpu_bfloat16=True, no_vllm="pip"),
     Machine(CUDA, threads=8, memory=64 * GIB, gpu_memory=16 * GIB),
     Machine(CUDA, threads=8, memory=64 * GIB, gpu_memory=80 * GIB, gpu_bfloat16=True, planned_gpus=2),
 ]
@@ -108,7 +108,7 @@ def test_resolve_touches_nothing_and_repeats_itself() -> None:
         sizes = () if alone else (r.config.tokens_per_microbatch, r.config.gradient_checkpointing)
         assert "auto" not in (r.config.dtype, r.config.threads, r.config.engine, *sizes)
         assert bool(r.budgets) == (machine.device == CUDA)
-        there = replace(machine, threads=3, install_vllm="pip")
+        there = replace(machine, threads=3, no_vllm="pip")
         kept = resolve(r.config, r.options, there, initial, resumed=True, alone=alone)
         assert kept.config == r.config, "a resume decides nothing anew"
         devices.add((machine.device.type, r.config.dtype))

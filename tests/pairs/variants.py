@@ -113,6 +113,7 @@ SWITCHES: list[Settings] = [
     {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     {"dtype": "bfloat16"},
     {"entropy_coef": 0.01},
+    {"soft_overlong_cache": 2},
     {"lr_scheduler_type": "linear", "warmup_steps": 1, "lr_end": 1e-3},
     {"lr_scheduler_type": "warmup_stable_decay", "lr_decay_steps": 2},
     {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}},

@@ -13,6 +13,7 @@ from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.ranks import Ranks
 from winnow.methods.correct import M2PO, Truncate
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Clip, Plain
 from winnow.run.resolved import Options, learner_context
 from winnow.study.warm_start import word_tokenizer
 
@@ -88,10 +89,10 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 
 
 LOSSES = {
-    "plain": LossConfig(policy_loss="plain"),
-    "clip": LossConfig(policy_loss="clip"),
-    "kl and entropy": LossConfig(policy_loss="plain", beta=0.1, entropy_coef=0.01),
-    "truncate": LossConfig(policy_loss="plain", correction=Truncate()),
-    "over the batch": LossConfig(policy_loss="plain", correction=M2PO()),
-    "over the batch, clip": LossConfig(policy_loss="clip", correction=M2PO()),
+    "plain": LossConfig(policy_loss=Plain()),
+    "clip": LossConfig(policy_loss=Clip()),
+    "kl and entropy": LossConfig(policy_loss=Plain(), beta=0.1, entropy_coef=0.01),
+    "truncate": LossConfig(policy_loss=Plain(), correction=Truncate()),
+    "over the batch": LossConfig(policy_loss=Plain(), correction=M2PO()),
+    "over the batch, clip": LossConfig(policy_loss=Clip(), correction=M2PO()),
 }

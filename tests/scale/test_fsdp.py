@@ -20,6 +20,7 @@ from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.advantage.in_update import Weighing
 from winnow.methods.correct import STEP_SCALES, Truncate
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Clip, Plain
 
 from ..builders.groups import make_group
 from ..builders.off_policy import STEP
@@ -108,7 +109,7 @@ def test_baselines_of_the_update_are_those_of_one_process(
     alone = Local().build(copy.deepcopy(parts), context(**changes))
     before = state(alone)
     cut = over(ranks, parts, **changes)
-    loss = LossConfig(policy_loss="plain", correction=Truncate())
+    loss = LossConfig(policy_loss=Plain(), correction=Truncate())
     for step in range(5):
         rows = in_pools(random_rows(seed=step, n=3 + 3 * step), weighing)
         found, expected = [learner.accumulate(rows, loss) for learner in (cut, alone)]
@@ -140,7 +141,7 @@ def test_in_float64_nothing_is_left_of_the_difference(ranks: Ranks, weighing: We
 def test_gradients_that_are_not_finite_on_one_rank_stop_all(ranks: Ranks) -> None:
     cut = over(ranks, policy(), advantage="opob")
     before, rows = state(cut), in_pools(random_rows(n=9), "gradient")
-    loss = LossConfig(policy_loss="plain")
+    loss = LossConfig(policy_loss=Plain())
     with pytest.raises(FloatingPointError, match=r"rank \d: gradient norms up to nan.*; no update was made$"):
         cut.accumulate([replace(rows[0], weight=math.nan), *rows[1:]], loss)
     assert difference(state(cut), before) == 0
@@ -160,7 +161,7 @@ def test_bfloat16_is_as_far_off_as_in_one_process(ranks: Ranks, weighing: Weighi
         same = copy.deepcopy(parts)
         learner = over(ranks, same, **changes) if over_ranks else Local().build(same, context(**changes))
         before, rows = state(learner), random_rows(n=12)
-        learner.accumulate(in_pools(rows, weighing) if weighing else rows, LossConfig(policy_loss="plain"))
+        learner.accumulate(in_pools(rows, weighing) if weighing else rows, LossConfig(policy_loss=Plain()))
         norm = learner.apply(1e-3)
         found.append([norm, *torch.cat(learner.logp(rows)).tolist()])
         moved.append(torch.cat([(after - before[name]).flatten() for name, after in state(learner).items()]))
@@ -183,7 +184,7 @@ def test_weights_are_cut_among_some_ranks_and_copied_to_others(local_cluster: No
             for step in range(3):
                 rows = random_rows(seed=step, n=2 + 5 * step)
                 for learner in (alone, cut):
-                    learner.accumulate(in_pools(rows, weighing) if weighing else rows, LossConfig(policy_loss="plain"))
+                    learner.accumulate(in_pools(rows, weighing) if weighing else rows, LossConfig(policy_loss=Plain()))
                     learner.apply(1e-3)
             assert difference(state(cut), state(alone)) < 1e-5
     finally:
@@ -203,7 +204,7 @@ def test_rollouts_without_a_gradient_count_in_the_step_size_as_in_one_process(ra
     """Their ratios take a forward pass, in which ranks may have different numbers of rows."""
     parts = policy()
     learners: list[Learner] = [Local().build(copy.deepcopy(parts), context()), over(ranks, parts)]
-    loss = LossConfig(policy_loss="plain", correction=Truncate())
+    loss = LossConfig(policy_loss=Plain(), correction=Truncate())
     for rewards in (
         [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
         [[1.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]],
@@ -228,7 +229,7 @@ def in_segments(rows: list[Row], size: int = 3) -> list[Row]:
 
 
 SEVERAL: list[tuple[LossConfig, Weighing | None]] = [
-    (LossConfig(importance_sampling_level="sequence"), None),
+    (LossConfig(policy_loss=Clip(importance_sampling_level="sequence")), None),
     (LOSSES["truncate"], None),
     (LOSSES["truncate"], "gradient"),
 ]

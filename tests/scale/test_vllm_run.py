@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
+from winnow import Trainer
 from winnow.base.errors import ConfigError
+from winnow.engine.loading import ModelReference
+from winnow.engine.vllm.options import VllmOptions
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.standalone import evaluate_model
 
+from .. import parity
 from ..builders.vllm_runs import (
     EVERYTHING,
     VLLM,
@@ -102,3 +109,30 @@ def test_another_type_than_the_engine_says_is_refused(config: dict[str, Any], mo
     monkeypatch.setattr(VllmEngine, "dtype", "float32")
     with pytest.raises(ConfigError, match="its log-probabilities are not the learner's"):
         train(config | {"engine": VLLM | {"dtype": "bfloat16"}})
+
+
+def test_a_second_run_in_a_process_has_an_engine_of_its_own(config: dict[str, Any]) -> None:
+    """As when the cell of a notebook runs twice: the first engine is closed, its model gone."""
+    given = config | {"reward_funcs": [f"{parity.__file__}:parity_reward"]}
+    first = Trainer(config=given | {"max_steps": 1})
+    model = weakref.ref(first.engine._core.runner.model)  # type: ignore[union-attr]
+    first.train()
+    gc.collect()
+    assert model() is None
+    with pytest.raises(RuntimeError, match="the engine is closed; build a new one"):
+        first.engine.submit([])  # type: ignore[union-attr]
+    Trainer.resume(config["output_dir"], {"max_steps": 2}).train()
+    Trainer(config=given | {"max_steps": 1, "output_dir": config["output_dir"] + "-2"}).train()
+
+
+def test_without_a_length_vllm_takes_what_fits(wide_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(wide_model)
+    limit = AutoConfig.from_pretrained(wide_model).max_position_embeddings
+    found = []
+    for bytes_ in (1 << 26, 1 << 18):
+        options = VllmOptions(slots=4, args={"kv_cache_memory_bytes": bytes_})
+        engine = options.build(ModelReference(str(wide_model), torch.device("cpu")), tokenizer)
+        found.append(engine.sequences.facts.max_length)
+        engine.close()
+    assert found[0] == limit
+    assert 32 <= found[1] < limit

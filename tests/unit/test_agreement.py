@@ -23,6 +23,7 @@ from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.rows import Row
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Plain
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run import preflight
@@ -75,7 +76,7 @@ def test_bfloat16_stays_well_within_its_bound(tokenizer: Any) -> None:
 def test_other_weights(tokenizer: Any) -> None:
     before = rollouts(llama(), tokenizer)
     learner = learner_of(llama())
-    learner.accumulate([Row(r, 1.0, 1.0) for r in before], LossConfig(policy_loss="plain"))
+    learner.accumulate([Row(r, 1.0, 1.0) for r in before], LossConfig(policy_loss=Plain()))
     learner.apply(1e-1)
     with pytest.raises(ConfigError, match=r"engine: .* differ by .* nats .* different weights \(a tied head"):
         require_agreement(before, learner, "float32")

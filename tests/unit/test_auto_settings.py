@@ -321,12 +321,10 @@ def test_without_vllm_or_for_a_small_model_the_engine_on_a_gpu_is_the_embedded_o
 )
 def test_what_the_engine_is_on_a_gpu_is_settled_once_and_kept(sync: Any, engine: str) -> None:
     with PretendCuda():
-        settled = resolved(config(sync=sync, max_lag=int(sync != "in_process")), start(), install_vllm="")
+        settled = resolved(config(sync=sync, max_lag=int(sync != "in_process")), start(), no_vllm="")
         assert name_of(settled.config.engine) == engine
         assert "engine" in settled.why
-        assert (
-            resolved(settled.config, start(), resumed=True, install_vllm="pip").config.engine == settled.config.engine
-        )
+        assert resolved(settled.config, start(), resumed=True, no_vllm="pip").config.engine == settled.config.engine
 
 
 def test_dots_reach_into_a_section_of_the_run(tmp_path: Path) -> None:

@@ -262,3 +262,21 @@ def test_gpus_that_cannot_be_read(text: str) -> None:
 @pytest.mark.parametrize(("text", "count", "memory"), [("24GiB", 1, 24 * GIB), ("2x80gb", 2, 80 * 10**9)])
 def test_gpus_by_text(text: str, count: int, memory: int) -> None:
     assert Gpus.from_text(text) == Gpus(count, memory)
+
+
+def test_seconds_of_a_step_are_those_that_an_h100_took(tmp_path: Path) -> None:
+    """An update of 128 rows of 512 tokens took 1.75 s, one of 64 rows of 256 and more 0.41 s; 256 rows of up to 144
+    new tokens 0.76 s of generation (benchmarks/results/gpu_h100.json, engine_gpu.json, docs/gpu.md)."""
+    shapes = {"model": shell(tmp_path, "0.6B"), "dtype": "auto", "gradient_checkpointing": False}
+
+    def seconds(gpu: str = "80GiB", **changes: Any) -> dict[str, Any]:
+        return plan_for(config(**shapes | changes), Gpus.from_text(gpu))["seconds_per_step"]
+
+    found = seconds(prompts_per_step=16, num_generations=8, max_prompt_length=256, max_completion_length=256)
+    assert found["update"] == pytest.approx(1.75, rel=0.1)
+    generated = seconds(prompts_per_step=32, num_generations=8, max_prompt_length=16, max_completion_length=128)
+    assert generated["generation"] == pytest.approx(0.76, rel=0.2)
+    assert found["because"].startswith("measured on an H100 80GB")
+    assert "another one" in seconds("24GiB", lora={"r": 16})["because"]
+    assert "within a factor of 2" in seconds(model=shell(tmp_path, "1.7B"), lora={"r": 16})["because"]
+    assert "vLLM has not been measured" in seconds(engine="vllm")["because"]

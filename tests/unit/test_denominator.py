@@ -21,6 +21,7 @@ from winnow.methods.correct.truncate import Truncate
 from winnow.methods.filter import FILTERS
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Plain
 from winnow.sampler.buffer import Buffer
 from winnow.types import Group, Prompt, Rollout, Visit
 
@@ -127,7 +128,7 @@ def test_every_term_has_the_surviving_denominator(
         for parameter in reference.parameters():
             parameter.mul_(0.9)
     loss = LossConfig(
-        policy_loss="plain",
+        policy_loss=Plain(),
         loss_type=loss_type,
         beta=BETA if kl else 0.0,
         entropy_coef=ENTROPY if entropy else 0.0,

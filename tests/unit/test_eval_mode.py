@@ -16,6 +16,7 @@ from winnow.learner.local.eval_mode import WideAttention, checkpoint_layers
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Plain
 from winnow.study.warm_start import word_tokenizer
 
 from .learner_models import (
@@ -70,7 +71,7 @@ def test_at_lag_0_the_learner_has_the_engines_log_probabilities(kind: str, check
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointing_recomputes_layers_and_gives_the_same_gradients(kind: str) -> None:
-    batch, loss = collate(random_rows(), pad_id=0), LossConfig(policy_loss="plain")
+    batch, loss = collate(random_rows(), pad_id=0), LossConfig(policy_loss=Plain())
     expected, _ = gradients(make(kind), [batch], loss)
     model, calls = make(kind), 0
 
@@ -100,7 +101,7 @@ def test_checkpointing_under_bfloat16() -> None:
         model = llama()
         options = LearnerOptions(compute_dtype=torch.bfloat16, gradient_checkpointing=checkpointing)
         trained = LocalLearner(model, TokenDistribution(VOCABULARY), options)
-        trained.forward_backward(batch, LossConfig(policy_loss="plain"), Stats())
+        trained.forward_backward(batch, LossConfig(policy_loss=Plain()), Stats())
         found.append([p.grad for p in model.parameters() if p.grad is not None])
     assert_equal(found[1], found[0], tolerance=5e-2)
 

@@ -15,6 +15,7 @@ from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.reference import frozen_copy
 from winnow.learner.rows import Row
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Plain
 
 from .learner_models import (
     SIZES,
@@ -49,7 +50,7 @@ def siblings(groups: int, size: int) -> list[Row]:
 
 
 @pytest.mark.parametrize("tokens", [40, 10_000])
-@pytest.mark.parametrize("loss", [LossConfig(policy_loss="plain"), LossConfig(beta=0.1, entropy_coef=0.05)])
+@pytest.mark.parametrize("loss", [LossConfig(policy_loss=Plain()), LossConfig(beta=0.1, entropy_coef=0.05)])
 def test_what_rows_share_computed_once_gives_the_same_gradient(tokens: int, loss: LossConfig) -> None:
     rows = siblings(4, 5)
     apart = micro_batches(rows, PassLimits(tokens), pad_id=0)

@@ -21,10 +21,11 @@ from winnow.learner.local.optimal_baseline_update import RowByRow
 from winnow.learner.rows import Pool, Row, rollouts_of
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Plain
 
 from .learner_models import SIZES, VOCABULARY, gemma2, gpt2, granite, llama, peaked, random_rows
 
-PLAIN = LossConfig(policy_loss="plain")
+PLAIN = LossConfig(policy_loss=Plain())
 
 
 def qwen2() -> Any:
@@ -163,7 +164,7 @@ def test_the_segments_of_a_rollout_have_one_norm(
         replace(row, advantage=rows[i].advantage, pool=rows[i].pool, weight=rows[i].weight, rollout_number=number)
         for row, i, number in zip(rows, first, of_rollout, strict=True)
     ]
-    loss = LossConfig(policy_loss="plain", correction=CORRECTIONS["truncate"](level="sequence", high=3.0))
+    loss = LossConfig(policy_loss=Plain(), correction=CORRECTIONS["truncate"](level="sequence", high=3.0))
     assert_same(learner, rows, loss, update(learner, micro_batches(rows, PassLimits(budget), pad_id=0), loss), 1e-6)
 
 

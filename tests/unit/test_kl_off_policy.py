@@ -22,6 +22,7 @@ from winnow.methods.correct.mask import Mask
 from winnow.methods.correct.none import NoCorrection
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import POLICY_LOSSES
 
 from ..builders.toy_models import BETA, PROMPT, SEQUENCES, Toy, V, close, flat, model_of, parameters, toy
 
@@ -71,7 +72,8 @@ ESTIMATORS = list(SLOPES)
 
 
 def config(estimator: Any, policy_loss: Any, correction: Correction, **options: Any) -> LossConfig:
-    return LossConfig(policy_loss, beta=BETA, kl_estimator=estimator, correction=correction, **options)
+    loss = POLICY_LOSSES[policy_loss](**options)
+    return LossConfig(loss, beta=BETA, kl_estimator=estimator, correction=correction)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

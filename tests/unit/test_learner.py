@@ -23,6 +23,7 @@ from winnow.learner.local.merged import MergedWeights
 from winnow.learner.rows import Row
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import POLICY_LOSSES, Plain
 from winnow.study.warm_start import word_tokenizer
 
 from .learner_models import (
@@ -97,7 +98,7 @@ def naive(
 
 
 def test_chunks_in_a_whole_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, loss = collate(random_rows(), pad_id=0), LossConfig(entropy_coef=0.1, policy_loss="plain")
+    batch, loss = collate(random_rows(), pad_id=0), LossConfig(entropy_coef=0.1, policy_loss=Plain())
     whole, stats = gradients(llama().double(), [batch], loss)
     monkeypatch.setattr(logprob, "SLICE_ELEMENTS", {"cpu": 4 * VOCABULARY})
     chunked, chunked_stats = gradients(llama().double(), [batch], loss)
@@ -120,9 +121,9 @@ def test_accumulation_over_micro_batches_is_one_batch() -> None:
     assert apart_stats.sums == pytest.approx(stats.sums)
 
 
-@pytest.mark.parametrize("policy_loss", ["clip", "plain"])
-def test_rows_without_signal_change_nothing_when_left_out(policy_loss: Any) -> None:
-    rows, loss = random_rows(n=8), LossConfig(policy_loss=policy_loss)
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+def test_rows_without_signal_change_nothing_when_left_out(policy_loss: str) -> None:
+    rows, loss = random_rows(n=8), LossConfig(policy_loss=POLICY_LOSSES[policy_loss]())
     assert loss.only_advantages
     everything, _ = gradients(llama().double(), [collate(rows, pad_id=0)], loss)
     teaching = [row for row in rows if row.advantage != 0]
@@ -145,10 +146,10 @@ def test_micro_batches_of_ragged_rows_are_hardly_padded() -> None:
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_matrix_precision_is_the_updates_alone(precision: str) -> None:
     batch, before = collate(random_rows(), pad_id=0), torch.get_float32_matmul_precision()
-    exact, _ = gradients(llama().double(), [batch], LossConfig(policy_loss="plain"))
+    exact, _ = gradients(llama().double(), [batch], LossConfig(policy_loss=Plain()))
     model = llama()
     learner = LocalLearner(model, TokenDistribution(VOCABULARY), LearnerOptions(matmul_precision=precision))
-    learner.forward_backward(batch, LossConfig(policy_loss="plain"), Stats())
+    learner.forward_backward(batch, LossConfig(policy_loss=Plain()), Stats())
     assert torch.get_float32_matmul_precision() == before
     ours = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
     theirs = torch.cat([g.flatten() for g in exact])
@@ -186,7 +187,7 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_the_weights_alone() -> Non
     learner, before = learner_of(model), copy.deepcopy(model.state_dict())
     bad = collate([Row(random_rows()[0].rollout, float("inf"), 1.0)], pad_id=0)
     with pytest.raises(FloatingPointError, match="loss"):
-        learner.forward_backward(bad, LossConfig(policy_loss="plain"), Stats())
+        learner.forward_backward(bad, LossConfig(policy_loss=Plain()), Stats())
     learner.forward_backward(collate(random_rows(), pad_id=0), LossConfig(), Stats())
     next(model.parameters()).grad[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="gradient norm"):
@@ -214,7 +215,7 @@ def test_lora_trains_adapters_only_and_merges_exactly(tokenizer: Any) -> None:
     learner = learner_of(with_adapters(base))
     batch = collate(random_rows(), pad_id=0)
     for _ in range(3):
-        learner.forward_backward(batch, LossConfig(policy_loss="plain", beta=0.1), Stats())
+        learner.forward_backward(batch, LossConfig(policy_loss=Plain(), beta=0.1), Stats())
         learner.apply(1e-2)
     for name, value in learner.model.state_dict().items():
         if "lora_" not in name:
@@ -234,7 +235,7 @@ def test_lora_trains_adapters_only_and_merges_exactly(tokenizer: Any) -> None:
 def test_adapters_alone_are_what_is_published_and_a_whole_model_what_is_exported(tmp_path: Path) -> None:
     options = LearnerOptions(merge_adapters=False)
     learner = LocalLearner(with_adapters(llama()), TokenDistribution(VOCABULARY), options)
-    learner.forward_backward(collate(random_rows(), pad_id=0), LossConfig(policy_loss="plain"), Stats())
+    learner.forward_backward(collate(random_rows(), pad_id=0), LossConfig(policy_loss=Plain()), Stats())
     learner.apply(1e-2)
     alone, whole = learner.weights(), MergedWeights(learner.model.get_base_model())
     layer = learner.model.get_base_model().model.layers[0].self_attn.q_proj
@@ -260,7 +261,7 @@ def test_a_base_that_was_saved_in_bfloat16_stays_so_and_changes_no_number(checkp
         learner = LocalLearner(model, TokenDistribution(VOCABULARY), options)
         batch = collate(random_rows(), pad_id=0)
         for _ in range(2):
-            learner.forward_backward(batch, LossConfig(policy_loss="plain", beta=0.1), Stats())
+            learner.forward_backward(batch, LossConfig(policy_loss=Plain(), beta=0.1), Stats())
             gradients = [p.grad.clone() for p in learner.model.parameters() if p.requires_grad]
             learner.apply(1e-2)
         weights = learner.weights()
@@ -301,7 +302,7 @@ def test_sampled_tokens_have_the_log_probability_that_the_engine_recorded(
 def test_a_published_update_reaches_the_engine(tokenizer: Any) -> None:
     model = llama(vocab_size=VOCABULARY + 14)
     engine, learner = LocalEngine(model, tokenizer), learner_of(model)
-    learner.forward_backward(collate(random_rows(), pad_id=0), LossConfig(policy_loss="plain"), Stats())
+    learner.forward_backward(collate(random_rows(), pad_id=0), LossConfig(policy_loss=Plain()), Stats())
     learner.apply(1e-2)
     engine.load_weights(learner.weights(), version=1)
     assert_engine_agrees(engine, learner, SamplingParams(12))

@@ -8,7 +8,8 @@ import torch
 from winnow.methods.correct.mask import Mask
 from winnow.methods.correct.ratios import Evidence, Level
 from winnow.methods.correct.truncate import Truncate
-from winnow.methods.loss import LossConfig, kl_divergence, policy_loss
+from winnow.methods.loss import LossConfig, kl_divergence
+from winnow.methods.policy_loss import POLICY_LOSSES, Clip, Plain, PolicyLoss, Sampled
 
 torch.manual_seed(0)
 B, T = 5, 7
@@ -19,11 +20,15 @@ WEIGHTS = torch.rand(B, T, dtype=torch.float64)
 MASK = torch.rand(B, T) < 0.7
 
 
+def of_tokens(
+    loss: PolicyLoss, logp: torch.Tensor = LOGP, old: torch.Tensor = OLD, weights: torch.Tensor = WEIGHTS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return loss(Sampled(logp, old, ADVANTAGES[:, None], weights, MASK))
+
+
 @pytest.mark.parametrize("epsilon_high", [None, 0.28])
 def test_clipped_loss_token_by_token(epsilon_high: float | None) -> None:
-    loss, clipped = policy_loss(
-        LOGP, OLD, ADVANTAGES, WEIGHTS, MASK, LossConfig(epsilon=0.2, epsilon_high=epsilon_high)
-    )
+    loss, clipped = of_tokens(Clip(epsilon=0.2, epsilon_high=epsilon_high))
     high = 1 + (epsilon_high or 0.2)
     for b in range(B):
         for t in range(T):
@@ -37,16 +42,16 @@ def test_clipped_loss_token_by_token(epsilon_high: float | None) -> None:
 
 def test_clipped_tokens_have_no_gradient() -> None:
     logp = LOGP.clone().requires_grad_()
-    loss, clipped = policy_loss(logp, OLD, ADVANTAGES, torch.ones(B, T), MASK, LossConfig())
+    loss, clipped = of_tokens(Clip(), logp, weights=torch.ones(B, T))
     loss.sum().backward()
     assert (logp.grad[clipped] == 0).all()
     assert (logp.grad[~clipped & (ADVANTAGES[:, None] != 0)] != 0).all()
 
 
 def test_gspo_clips_the_geometric_mean_of_a_rollouts_ratios() -> None:
-    config = LossConfig(epsilon=0.1, epsilon_high=0.2, importance_sampling_level="sequence")
+    config = Clip(epsilon=0.1, epsilon_high=0.2, importance_sampling_level="sequence")
     logp = LOGP.clone().requires_grad_()
-    loss, clipped = policy_loss(logp, OLD, ADVANTAGES, WEIGHTS, MASK, config)
+    loss, clipped = of_tokens(config, logp)
     (loss * MASK).sum().backward()
     for b in range(B):
         rows = MASK[b]
@@ -62,19 +67,20 @@ def test_gspo_clips_the_geometric_mean_of_a_rollouts_ratios() -> None:
 
 def test_plain_loss_gradient_is_the_policy_gradient() -> None:
     logp = LOGP.clone().requires_grad_()
-    loss, _ = policy_loss(logp, OLD, ADVANTAGES, WEIGHTS, MASK, LossConfig(policy_loss="plain"))
+    loss, _ = of_tokens(Plain(), logp)
     loss.sum().backward()
     torch.testing.assert_close(logp.grad, -WEIGHTS * ADVANTAGES[:, None])
 
 
-def test_on_policy_clip_and_plain_have_the_same_gradient() -> None:
+def test_on_policy_all_have_the_same_gradient() -> None:
     grads = []
-    for kind in ("clip", "plain"):
+    for kind in ("clip", "plain", "cispo", "sapo", "gspo_token", "dppo"):
         logp = LOGP.clone().requires_grad_()
-        loss, _ = policy_loss(logp, LOGP, ADVANTAGES, torch.ones(B, T), MASK, LossConfig(policy_loss=kind))
+        loss, _ = of_tokens(POLICY_LOSSES[kind](), logp, LOGP, torch.ones(B, T))
         loss.sum().backward()
         grads.append(logp.grad)
-    torch.testing.assert_close(*grads)
+    for other in grads[1:]:
+        torch.testing.assert_close(grads[0], other)
 
 
 def test_kl_estimators_are_right_in_expectation() -> None:
@@ -94,10 +100,12 @@ def test_kl_estimators_are_right_in_expectation() -> None:
         kl_divergence(logp, ref, "k4")
 
 
-@pytest.mark.parametrize("bad", [{"epsilon": 0.0}, {"epsilon_high": -1.0}, {"beta": -0.1}])
+@pytest.mark.parametrize("bad", [{"epsilon": 0.0}, {"epsilon_high": -1.0}])
 def test_bad_options_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
-        LossConfig(**bad)
+        Clip(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="beta"):
+        LossConfig(beta=-0.1)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -18,13 +18,14 @@ from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.loss_scale import START_FACTOR, LossScale
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Plain
 from winnow.run.build_methods import build_methods
 from winnow.run.resolved import Options
 
 from ..parity import parity_reward
 from .learner_models import VOCABULARY, llama, random_rows
 
-LOSS = LossConfig(policy_loss="plain")
+LOSS = LossConfig(policy_loss=Plain())
 TINY = 1e-7
 """Weight of a row: of the size that a token has in a batch of ten million, so that the effect can be seen here."""
 

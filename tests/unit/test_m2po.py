@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from winnow.methods.correct.m2po import M2PO, cutoff
 from winnow.methods.correct.none import NoScale
 from winnow.methods.correct.ratios import Evidence
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import POLICY_LOSSES
 
 from ..builders.groups import make_group
 from .learner_models import assert_equal, learner_of, llama, random_rows
@@ -84,9 +85,7 @@ def test_far_off_tokens_that_clipping_would_not_bite_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("policy_loss", ["clip", "plain"])
-def test_the_update_does_not_depend_on_micro_batches(
-    monkeypatch: pytest.MonkeyPatch, policy_loss: Literal["clip", "plain"]
-) -> None:
+def test_the_update_does_not_depend_on_micro_batches(monkeypatch: pytest.MonkeyPatch, policy_loss: str) -> None:
     """Two iterations; alone, the micro-batches would have dropped other tokens."""
     draw = np.random.default_rng(0)
     sampler_logp = [draw.normal(-3.5, 0.3, 4).astype(np.float32) for _ in range(9)]
@@ -97,7 +96,7 @@ def test_the_update_does_not_depend_on_micro_batches(
         for n, rollout in enumerate(r for g in groups for r in g.rollouts):
             rollout.token_ids = (rollout.token_ids + n) % 30
             rollout.sampler_logp = sampler_logp[n]
-        loss = LossConfig(policy_loss=policy_loss, correction=M2PO())
+        loss = LossConfig(policy_loss=POLICY_LOSSES[policy_loss](), correction=M2PO())
         options = StepOptions(learning_rate=1e-3, **STEP)
         learner = learner_of(model, tokens=tokens)
         metrics = OptimizerStep(learner, ADVANTAGES["grpo"](), loss, NoScale(), options)(groups, 0)
@@ -137,9 +136,7 @@ LAGS = [
 
 @pytest.mark.parametrize("tokens_per_microbatch", [1, 30, 10_000])
 @pytest.mark.parametrize(("policy_loss", "weigh"), [("plain", True), ("clip", True), ("clip", False)])
-def test_mixed_lags_by_brute_force(
-    policy_loss: Literal["clip", "plain"], weigh: bool, tokens_per_microbatch: int
-) -> None:
+def test_mixed_lags_by_brute_force(policy_loss: str, weigh: bool, tokens_per_microbatch: int) -> None:
     """The update's gradient against one that is computed a token at a time, with the tokens that M2PO keeps.
 
     Masking falls on the oldest tokens, wherever in their rollouts they are. Every token that is kept counts its ratio
@@ -172,7 +169,7 @@ def test_mixed_lags_by_brute_force(
     exact = torch.autograd.grad(total, list(learner.model.parameters()))
     seen: list[torch.Tensor] = []
     learner.apply = lambda lr: seen.extend(p.grad.clone() for p in learner.model.parameters()) or 0.0  # type: ignore
-    loss = LossConfig(policy_loss, loss_type="sequence_sum", correction=M2PO(threshold, weigh))
+    loss = LossConfig(POLICY_LOSSES[policy_loss](), loss_type="sequence_sum", correction=M2PO(threshold, weigh))
     options = StepOptions(learning_rate=1e-3, **STEP | {"num_iterations": 1})
     metrics = OptimizerStep(learner, ADVANTAGES["dr_grpo"](), loss, NoScale(), options)(groups, 6)
     assert_equal(seen, list(exact), tolerance=1e-6)

@@ -89,9 +89,9 @@ def test_an_evaluation_is_budgeted_without_a_learner(tmp_path: Path) -> None:
     """8B fits 24 GiB for that, with vLLM's share of an engine alone; a run of the same model does not."""
     c = config(model=shell(tmp_path, "8B"), dtype="auto", engine="auto", device="cuda", max_completion_length=1024)
     with PretendCuda(memory=24 * GIB):
-        alone = resolved(c, alone=True, install_vllm="")
+        alone = resolved(c, alone=True, no_vllm="")
         with pytest.raises(ConfigError, match="device: the update phase needs"):
-            resolved(c, install_vllm="")
+            resolved(c, no_vllm="")
         c = c.model_copy(update={"model": shell(tmp_path, "1.7B"), "max_completion_length": 8192})
         with pytest.raises(ConfigError, match=r"generation phase needs .*\); lower engine\.slots or max_completion"):
             resolved(c.model_copy(update={"engine": "local", "max_prompt_length": 300_000}), alone=True)
@@ -138,7 +138,7 @@ def test_a_checkpoint_holds_a_file_at_a_time_on_the_host(
     c = config(**changes)
     with PretendCuda() as gpu:
         model = qwen3().to("cuda")
-        predicted = host_budget(c, Shapes.from_model(model, c.lora), keeps_versions=True)
+        predicted = host_budget(c, Shapes.from_model(model, c.lora), None, keeps_versions=True)
         reference = frozen_copy(model) if c.keeps_reference else None
         if c.lora is not None:
             model = with_lora(model, c, None, None, word_tokenizer(VOCAB)).model

@@ -18,6 +18,7 @@ from winnow.methods.correct import STEP_SCALES
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.lag_bands import LAG_BANDS
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Plain
 from winnow.types import Group
 
 from ..builders.groups import make_group, make_rollout
@@ -92,7 +93,7 @@ def test_micro_batches_do_not_matter_and_the_step_size_goes_by_what_is_shown(sca
         groups = [make_group(n, [1.0, 0.0, 0.3], [3 * n + i + 2 for i in range(3)], version=n) for n in range(3)]
         for n, rollout in enumerate(r for g in groups for r in g.rollouts):
             rollout.sampler_logp = sampler_logp[n]
-        loss, build = LossConfig(policy_loss="plain", correction=Truncate()), STEP_SCALES[scale]().build()
+        loss, build = LossConfig(policy_loss=Plain(), correction=Truncate()), STEP_SCALES[scale]().build()
         options = StepOptions(learning_rate=1e-3, **STEP)
         step = OptimizerStep(learner_of(llama().double(), tokens=tokens), ADVANTAGES["grpo"](), loss, build, options)
         return step(groups, 4)
@@ -129,7 +130,7 @@ def test_all_rollouts_of_the_batch_count_in_the_effective_sample_size(advantage:
 
     def metrics_of(scale: str, beta: float) -> dict[str, float]:
         loss, learner = (
-            LossConfig(policy_loss="plain", correction=Truncate(), beta=beta),
+            LossConfig(policy_loss=Plain(), correction=Truncate(), beta=beta),
             learner_of(copy.deepcopy(model), copy.deepcopy(model)),
         )
         options = StepOptions(learning_rate=1e-3, **STEP)
@@ -151,7 +152,7 @@ def test_ratios_that_nothing_needs_cost_no_forward_pass(monkeypatch: pytest.Monk
     monkeypatch.setattr(LocalLearner, "logp", None)
     for rewards, known in (([1.0, 0.0], True), ([1.0, 1.0], False)):
         groups = [make_group(0, [1.0, 0.0]), make_group(1, rewards)]
-        loss, scale = LossConfig(policy_loss="plain"), STEP_SCALES["none"]().build()
+        loss, scale = LossConfig(policy_loss=Plain()), STEP_SCALES["none"]().build()
         options = StepOptions(learning_rate=1e-3, **STEP)
         found = OptimizerStep(learner_of(llama()), ADVANTAGES["rloo"](), loss, scale, options)(groups, 0)
         assert ("ess_ratio" in found) == known

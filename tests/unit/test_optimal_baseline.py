@@ -19,6 +19,7 @@ from winnow.methods.advantage.otb import at_tokens, token_baselines, token_sums
 from winnow.methods.correct import Evidence
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Plain
 
 from ..builders.groups import make_group
 from .learner_models import assert_equal, learner_of, llama, random_rows
@@ -102,7 +103,7 @@ def test_rows_carry_rewards_and_what_scales_them() -> None:
         *((1, 0), (0, 0), (0, 0), (1, 1), (1, 1), (0.5, 2), (1, 2))
     ]
     assert {r.weight for r in rows} == {1 / 7}
-    loss = LossConfig(policy_loss="plain")
+    loss = LossConfig(policy_loss=Plain())
     assert [r.rollout.sibling for r in with_gradient(rows, loss)] == [0, 1, 2, 0, 2], "group 1 teaches nothing"
     over_all = opob_rows(scope="minibatch")
     assert {r.pool.number for r in over_all if r.pool} == {0}
@@ -169,7 +170,7 @@ def otb_by_hand(rows: list[Row], logps: list[np.ndarray], squares: list[np.ndarr
 def test_every_token_has_its_own_baseline_under_otb(level: str, budget: int) -> None:
     """Prompts differ in length, as those of random resets do, and environments speak in between."""
     model = llama().double()
-    learner, loss = learner_of(model), LossConfig(policy_loss="plain", correction=Truncate(level=level, high=3.0))
+    learner, loss = learner_of(model), LossConfig(policy_loss=Plain(), correction=Truncate(level=level, high=3.0))
     rewards, rows = np.random.default_rng(0).random(8), []
     for i, row in enumerate(random_rows(3, 8)):
         rows.append(replace(row, advantage=float(rewards[i]), pool=Pool(i % 2, "energy")))
@@ -214,7 +215,7 @@ def test_opob_is_nowhere_worse_than_other_baselines() -> None:
         rows.append(replace(row, advantage=float(i % 3), pool=Pool(0, "gradient")))
     stats = Stats()
     for batch in micro_batches(rows, PassLimits(10_000), pad_id=0):
-        learner.forward_backward(batch, LossConfig(policy_loss="plain"), stats)
+        learner.forward_backward(batch, LossConfig(policy_loss=Plain()), stats)
     (b,), (norms,) = stats.baselines[0].tolist(), stats.row_norm_B
     rewards = np.sort([r.advantage for r in rows])
     found = [r.advantage for r in sorted(rows, key=lambda r: r.length, reverse=True)]

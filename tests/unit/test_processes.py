@@ -254,6 +254,9 @@ def test_samplers_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert alone_on("cuda:1") == "cuda"
         assert os.environ["CUDA_VISIBLE_DEVICES"] == shown
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert alone_on("cuda:0") == "cuda"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5", "the only one that it sees, not the machine's first"
     assert alone_on("cpu") == "cpu"
     with pytest.raises(ValueError, match="devices: expected cpu, cuda or cuda:N, not 'gpu1'"):
         Processes(devices=("gpu1",))

@@ -16,6 +16,7 @@ from winnow.learner.step import OptimizerStep, StepOptions
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Clip, Plain
 from winnow.types import Fate, Group, Prompt, Rollout, Segment, Visit
 
 from .autograd_reference import Setting, distributions, sampled, update
@@ -128,10 +129,7 @@ def difference(seed: int, segments: bool) -> tuple[float, str, Setting]:
     expected = copy.deepcopy(model)
     shares = update(expected, reference, groups, s, RATE)
     loss = LossConfig(
-        policy_loss=s.policy_loss,  # type: ignore[arg-type]
-        epsilon=s.epsilon,
-        epsilon_high=s.epsilon_high,
-        importance_sampling_level=s.level,  # type: ignore[arg-type]
+        policy_loss=Plain() if s.policy_loss == "plain" else Clip(s.epsilon, s.epsilon_high, s.level),  # type: ignore[arg-type]
         loss_type=s.loss_type,  # type: ignore[arg-type]
         group_weighting=s.group_weighting,  # type: ignore[arg-type]
         beta=s.beta,

@@ -22,6 +22,7 @@ from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.local.recompute import RecomputedCall, Recomputing, _Kept
 from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss import Plain
 
 from .learner_models import SIZES, VOCABULARY, gemma2, gpt2, llama, peaked, random_rows
 
@@ -61,7 +62,7 @@ def gradients(model: Any, dtype: torch.dtype, *, again: bool, share: bool = Fals
         learner._recomputing = None
     batch = collate(siblings(), 0, limits=PassLimits(pairs=1e9)) if share else collate(random_rows(), 0)
     assert (batch.trees is not None) == share
-    learner.forward_backward(batch, LossConfig(policy_loss="plain"), Stats())
+    learner.forward_backward(batch, LossConfig(policy_loss=Plain()), Stats())
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 

@@ -77,14 +77,19 @@ def gpu_gib() -> dict[str, float]:
 
 
 def gpu_memory_since(device: Any) -> dict[str, float]:
-    """Return GiB of this process's tensors on the GPU, now and at the peak since the last call; empty on a CPU."""
+    """Return GiB of the GPU in use by all processes, now and at the peak since the last call; empty on a CPU.
+
+    The peak adds what this process's PyTorch has freed since its own peak: it does not see another allocator's memory,
+    such as that of a sleeping vLLM.
+    """
     import torch
 
     if device.type != "cuda":
         return {}
-    held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    freed = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return {"gpu/memory_gib": held / GIB, "gpu/peak_memory_gib": peak / GIB}
+    return {"gpu/memory_gib": (total - free) / GIB, "gpu/peak_memory_gib": min(total, total - free + freed) / GIB}
 
 
 def resident_mib() -> float:

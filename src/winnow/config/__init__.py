@@ -126,6 +126,7 @@ class RunConfig(BaseModel):
     mask_truncated_completions: bool = False
     speculative: bool = False
     reward_timeout_s: float = Field(30.0, gt=0, le=86_400)
+    soft_overlong_cache: int | None = Field(None, ge=1)
     reward_memory_mb: int = Field(2_048, ge=64, le=1_000_000)
     reward_env: list[str] = []
     reward_sandbox: Literal["bwrap"] | None = None
@@ -147,7 +148,7 @@ class RunConfig(BaseModel):
     sync: MethodSpec = "in_process"
 
     # the loss
-    policy_loss: Literal["clip", "plain"] = "clip"
+    policy_loss: MethodSpec = "clip"
     importance_sampling_level: Literal["token", "sequence"] = "token"
     loss_type: LossType = "dapo"
     group_weighting: GroupWeighting | None = None
@@ -223,8 +224,9 @@ class RunConfig(BaseModel):
     def _cross_checks(self) -> RunConfig:
         if self.threads not in ("auto", None, *range(1, 257)):
             raise ValueError(f"threads must be auto, or a number from 1 to 256, not {self.threads!r}")
-        if self.policy_loss == "plain":
-            self._refuse(CLIPPING, "with policy_loss: plain; remove it or use policy_loss: clip")
+        if name_of(self.policy_loss) != "clip":
+            loss = name_of(self.policy_loss)
+            self._refuse(CLIPPING, f"with policy_loss: {loss}; remove it, or use policy_loss: clip or its own options")
         if self.optim in ("sgd", "adafactor"):
             self._refuse(ADAM, f"with optim: {self.optim}; remove it, or see optim_args")
         if self.metric_for_best_model is None:

@@ -110,10 +110,9 @@ _SHARE = "use a number of steps; a share of the run is not possible"
 _8BIT = "use `optim: adamw_torch_8bit`"
 _LOSSES = {
     "bnpo": "use `loss_type: dapo`, the mean over all tokens of the update; bnpo takes it in each micro-batch",
-    "cispo": "use `policy_loss: plain` with `correction: {name: truncate, level: token, high: ...}`, which clips the "
-    "weight of a token and keeps its gradient",
+    "cispo": "use `policy_loss: {name: cispo, epsilon_high: 5}` with `loss_type: dapo`",
     "luspo": "use `loss_type: sequence_sum` with `importance_sampling_level: sequence`",
-    "sapo": "use another loss; SAPO is not available",
+    "sapo": "use `policy_loss: sapo` with `loss_type: grpo`",
     "vespo": "use another loss; VESPO is not available",
 }
 _ANSWERS: dict[tuple[str, Any], str] = {

@@ -20,6 +20,8 @@ MethodSpec = str | dict[str, Any]
 """A name from a method table or a class of your own (`my_pkg.rules:AtLeast`, `rules.py:AtLeast`), or, with options,
 `{name: ..., option: value}`."""
 
+UNLIMITED = 2**31
+"""`max_prompt_length` where only the model limits prompts."""
 Scalar = bool | int | float | str
 CHECKED = ConfigDict(extra="forbid")
 """Configuration of options whose fields carry their bounds: `@dataclass(frozen=True, config=CHECKED)` of pydantic."""

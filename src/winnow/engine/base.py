@@ -167,10 +167,11 @@ CAPABILITIES = {
 
 
 class Engine(Protocol):
-    """A generation engine. `dtype`, `release()` and `seconds` are optional.
+    """A generation engine. `dtype`, `release()`, `close()` and `seconds` are optional.
 
     `dtype`: compute dtype (e.g. `float32`); without it, the learner comparison allows for bfloat16 rounding.
     `release()`: called before an update in the same process; frees the weights' memory until `load_weights`.
+    `close()`: called at the end of a run; frees what would outlast the object, such as another library's memory.
     `seconds`: `Seconds(*ENGINE_SECONDS)` of its steps; without it, they are reported as one figure.
     """
 
@@ -220,3 +221,10 @@ def engine_seconds(engine: Engine, whole: float) -> dict[str, float]:
     """
     seconds: Seconds | None = getattr(engine, "seconds", None)
     return {"engine": whole} if seconds is None else seconds.take()
+
+
+def close_engine(engine: Engine | None) -> None:
+    """Close an engine that can be closed."""
+    close = getattr(engine, "close", None)
+    if close is not None:
+        close()

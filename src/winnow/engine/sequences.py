@@ -107,7 +107,7 @@ class Sequences:
         try:
             yield
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = f"failed earlier and cannot go on ({type(error).__name__}: {error})"
             raise
 
     def draw(self, logits_NV: torch.Tensor, rows: Rows, counts_N: np.ndarray | None = None) -> Drawn:
@@ -228,7 +228,13 @@ class Sequences:
 
     def require_alive(self) -> None:
         if self._failure is not None:
-            raise RuntimeError(f"the engine failed earlier and cannot go on ({self._failure}); build a new one")
+            raise RuntimeError(f"the engine {self._failure}; build a new one")
+
+    def close(self) -> None:
+        """Refuse all later calls, and drop what was to be sampled."""
+        self._failure = "is closed"
+        self.waiting.clear()
+        self.remove(list(range(self.table.n)))
 
 
 class SequenceEngine:

@@ -10,7 +10,7 @@ import torch
 
 from ..base.errors import ConfigError
 from ..config import RunConfig, validate
-from ..config.options import MethodSpec, method, name_of
+from ..config.options import UNLIMITED, MethodSpec, method, name_of
 from ..env.base import Task
 from ..env.workers.functions import compares_siblings
 from ..methods.advantage import ADVANTAGES, InUpdate
@@ -61,7 +61,7 @@ def run_config(trainer: Any, methods: Mapping[str, Any], prompts: int) -> RunCon
             "prompts_per_step": args.generation_batch_size // trainer.num_generations,
             "num_generations": trainer.num_generations,
             "max_completion_length": trainer.max_completion_length,
-            "max_prompt_length": 2**31,  # TRL knows no limit but the model's
+            "max_prompt_length": UNLIMITED,
             "temperature": args.temperature,
             "top_p": args.top_p,
             "top_k": max(args.top_k or 0, 0),

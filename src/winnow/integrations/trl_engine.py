@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -16,9 +17,10 @@ from ..base.seconds import Seconds
 from ..base.weights import FiniteWeights, StateWeights, WeightSource, state_once
 from ..config import RunConfig
 from ..config.options import MethodSpec, name_of
+from ..engine.base import Engine, close_engine
 from ..engine.facts import end_where_rollouts_do
 from ..engine.initial_model import require_embeddings
-from ..engine.loading import ModelReference
+from ..engine.loading import ModelReference, prepare_cuda
 from ..engine.template import with_template_values
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
@@ -30,6 +32,7 @@ from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner
 from ..run.build import build_engine
+from ..run.preflight import longest_prompt
 from ..run.resolve import engine_for_run
 from ..run.resolved import Options, rollout_options
 from ..sampler.base import JobQueue
@@ -138,22 +141,39 @@ class EngineInTrl:
     def __init__(self, trainer: Any, c: RunConfig, task: Task, rules: Sequence[NamedRule]) -> None:
         check_engine(trainer)
         self.model = TrlModel(trainer)
-        device = trainer.accelerator.device
-        source = "" if name_of(c.engine) == "local" else c.model
-        tokenizer = with_template_values(trainer._tokenizer, trainer.chat_template_kwargs)
-        require_embeddings(self.model.model, tokenizer, c.model)
-        trainer.eos_token_ids = end_where_rollouts_do(self.model.model, tokenizer)  # else TRL counts others as cut off
-        engine = engine_for_run(c, Options.from_config(c))
-        self._engine = build_engine(engine, c, ModelReference(source, device, self.model.merged()), tokenizer)
-        self._runner = RolloutRunner(
-            self._engine, task, tokenizer, cast(Rewarder, _ScoredByTrl()), rollout_options(c), rules
-        )
+        self._config, self._task, self._device = c, task, trainer.accelerator.device
+        if self._device.type == "cuda":
+            prepare_cuda()
+        self._tokenizer = with_template_values(trainer._tokenizer, trainer.chat_template_kwargs)
+        require_embeddings(self.model.model, self._tokenizer, c.model)
+        # else TRL counts others as cut off
+        trainer.eos_token_ids = end_where_rollouts_do(self.model.model, self._tokenizer)
+        self._options = engine_for_run(c, Options.from_config(c))
+        if getattr(self._options, "max_length", 0) is None:
+            self._options = replace(self._options, max_length=longest_sequence(trainer, c, task, self._tokenizer))
         self._liger = bool(trainer.args.use_liger_kernel)
         self._compare = not (c.top_k or c.min_p or c.top_p < 1.0)  # TRL's log-probabilities apply temperature only
+        self._engine: Engine | None = None
+        self._runner: RolloutRunner
+        self._open(rules)
+
+    def _open(self, rules: Sequence[NamedRule]) -> None:
+        """Build the engine. One that reads files needs no copy of the model."""
+        c, model = self._config, self.model.model
+        source = "" if name_of(c.engine) == "local" else str(getattr(model.config, "name_or_path", "") or "")
+        reference = ModelReference(source, self._device, None if source else self.model.merged())
+        self._engine = build_engine(self._options, c, reference, self._tokenizer)
+        self._runner = RolloutRunner(
+            self._engine, self._task, self._tokenizer, cast(Rewarder, _ScoredByTrl()), rollout_options(c), rules
+        )
 
     def publish(self, rules: Sequence[NamedRule], version: int) -> None:
         """Load TRL's weights and the gates' rules. Raises FloatingPointError when a weight is not finite."""
-        self._runner.set_rules(rules)
+        if self._engine is None:
+            self._open(rules)
+        else:
+            self._runner.set_rules(rules)
+        assert self._engine is not None
         self._engine.load_weights(FiniteWeights(self.model.weights()), version)
 
     def release(self) -> None:
@@ -161,6 +181,12 @@ class EngineInTrl:
         release = getattr(self._engine, "release", None)
         if release is not None:
             release()
+
+    def close(self) -> None:
+        """Close an engine that outlasts this object; the next `publish` builds another."""
+        if hasattr(self._engine, "close"):
+            close_engine(self._engine)
+            self._engine = None
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
         """Return the jobs' groups in order, without rewards; the first are compared with TRL's model.
@@ -181,6 +207,16 @@ class EngineInTrl:
     def spent(self) -> dict[str, float]:
         """Return seconds by what they were spent on since the last call."""
         return self._runner.spent()
+
+
+def longest_sequence(trainer: Any, c: RunConfig, task: Task, tokenizer: Any) -> int | None:
+    """Return the tokens of the longest prompt and completion, TRL's own limit if it is set, or None if an environment
+    decides how long prompts are."""
+    limit: int | None = getattr(trainer.args, "vllm_max_model_length", None)
+    if limit is not None:
+        return limit
+    prompt = longest_prompt(task, tokenizer)
+    return None if prompt is None else prompt + c.max_completion_length
 
 
 def require_trainable(group: Group, *, liger: bool) -> None:
@@ -309,6 +345,10 @@ class TrlSampler(JobQueue):
     def make_room(self) -> None:
         if self._engine is not None:
             self._engine.release()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
 
 
 def _of_one_size(jobs: Sequence[Job]) -> list[list[Job]]:

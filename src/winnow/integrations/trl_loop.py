@@ -127,6 +127,7 @@ class LoopInTrl:
         refuse_used_directory(self.run_dir, "`train(resume_from_checkpoint=True)`" if saved else "")
 
     def close(self) -> None:
+        self._sampler.close()
         if self._collector is not None:
             self._records.close()
             self._ledger.close()

@@ -169,7 +169,7 @@ def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
         "entropy": stats.mean("entropy"),
         "update/tokens": stats.sums["tokens"],
     }
-    if loss.policy_loss == "clip":
+    if loss.policy_loss.limits:
         low, high = stats.mean("clip_low"), stats.mean("clip_high")
         metrics |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
     if loss.beta:

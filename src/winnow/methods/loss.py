@@ -1,4 +1,4 @@
-"""Policy-gradient losses over one micro-batch: clipped or plain, with KL to a reference and an entropy bonus.
+"""The loss of an update: a policy loss (`policy_loss/`), a KL to a reference, and an entropy bonus.
 
 Every term is a weighted sum over action tokens. The row weight (`MicroBatch.row_weight_B`) already holds the token
 reduction over the WHOLE optimizer batch, so micro-batches add up and all terms share one denominator.
@@ -15,20 +15,14 @@ from ..config import GroupWeighting, LossType
 from ..config.options import weighs_equally
 from .correct import Correction
 from .correct.none import NoCorrection
-from .segments import sum_at_rows
+from .policy_loss import Clip, PolicyLoss, Sampled
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """Options of the loss. Names and meanings are TRL's where it has them."""
 
-    policy_loss: Literal["clip", "plain"] = "clip"
-    """`clip`: PPO's clipped surrogate. `plain`: -weight * advantage * logp (REINFORCE)."""
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    """Upper clip range; None takes `epsilon` (DAPO's clip-higher: 0.28)."""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Level of the clipped ratio. `sequence`: one per rollout, the geometric mean of its token ratios (GSPO)."""
+    policy_loss: PolicyLoss = field(default_factory=Clip)
     loss_type: LossType = "dapo"
     """`dapo`: mean over all tokens of the batch. `grpo`: mean over a rollout's tokens, then over rollouts. `dr_grpo`:
     sum over tokens divided by `max_completion_length`, mean over rollouts. `sequence_sum`: sum over tokens, mean over
@@ -45,10 +39,6 @@ class LossConfig:
     correction: Correction = field(default_factory=NoCorrection)
 
     def __post_init__(self) -> None:
-        if not 0 < self.epsilon < 1:
-            raise ValueError(f"epsilon must lie in (0, 1), not {self.epsilon}")
-        if self.epsilon_high is not None and self.epsilon_high <= 0:
-            raise ValueError(f"epsilon_high must be > 0, not {self.epsilon_high}")
         if self.beta < 0:
             raise ValueError(f"beta must be >= 0, not {self.beta}")
 
@@ -58,11 +48,11 @@ class LossConfig:
 
     @property
     def ratio_to_learner(self) -> bool:
-        """Whether the clipped ratio is to the policy before the batch's first update, and not to the sampler.
+        """Whether the loss's ratio is to the policy before the batch's first update, and not to the sampler.
 
         True where a correction accounts for the difference between the two.
         """
-        return self.policy_loss == "clip" and self.correction.active and self.correction.weigh
+        return self.policy_loss.has_ratio and self.correction.active and self.correction.weigh
 
     @property
     def only_advantages(self) -> bool:
@@ -87,69 +77,18 @@ def kl_divergence(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) ->
     raise ValueError(f"unknown KL estimator {estimator!r}; one of k1, k2, k3")
 
 
-def kl_loss(
-    logp_BT: torch.Tensor,
-    ref_logp_BT: torch.Tensor,
-    old_logp_BT: torch.Tensor,
-    weights_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    config: LossConfig,
-    rollout_B: torch.Tensor | None = None,
-) -> torch.Tensor:
+def kl_loss(on: Sampled, ref_logp_BT: torch.Tensor, config: LossConfig) -> torch.Tensor:
     """Return the per-token KL term, [B, T]: the estimate times the policy term's weight, without `beta`.
 
     The tokens come from the sampler, but `kl_divergence` needs tokens of the policy. Without the importance weight w,
     k3 would have the gradient E_sampler[(1 - ref / policy) grad logp], which belongs to no divergence. With it, off
     policy as on: k1 has no gradient on average; k2 that of KL(policy || reference), k3 that of KL(reference || policy),
     both token by token at the states that the policy visits. With w of single tokens the states are the sampler's, as
-    in the policy term. `plain`: w = `weights_BT`. `clip`: that times the ratio to `old_logp_BT`, never clipped: a clip
-    stops rewards from moving the policy, but must not stop the KL from holding it back. w is detached: on policy it is
-    1 and changes nothing.
+    in the policy term. w = `weights_BT`, times the ratio where the policy loss has one, never limited: a clip stops
+    rewards from moving the policy, but must not stop the KL from holding it back. w is detached: on policy it is 1 and
+    changes nothing.
     """
-    weights = weights_BT
-    if config.policy_loss == "clip":
-        weights = weights * _ratio(logp_BT.detach(), old_logp_BT, mask_BT, config, rollout_B)
-    return weights * kl_divergence(logp_BT, ref_logp_BT, config.kl_estimator)
-
-
-def _ratio(
-    logp_BT: torch.Tensor,
-    old_logp_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    config: LossConfig,
-    rollout_B: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return policy / old policy of every token, or the geometric mean over its rollout, [B, T]."""
-    log_ratio = logp_BT - old_logp_BT
-    if config.importance_sampling_level == "sequence":
-        total_B1 = sum_at_rows((log_ratio * mask_BT).sum(1, keepdim=True), rollout_B)
-        tokens_B1 = sum_at_rows(mask_BT.sum(1, keepdim=True), rollout_B)
-        log_ratio = (total_B1 / tokens_B1.clamp(min=1)).expand_as(log_ratio)
-    return torch.exp(log_ratio)
-
-
-def policy_loss(
-    logp_BT: torch.Tensor,
-    old_logp_BT: torch.Tensor,
-    advantages: torch.Tensor,
-    weights_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    config: LossConfig,
-    rollout_B: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return per-token policy loss [B, T] and the clipped tokens (bool [B, T]); advantages of rows or of tokens.
-
-    clip: -w * min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A) with ratio = exp(logp - old_logp)
-    (Schulman et al. 2017, eq. 7; clip-higher: Yu et al. 2025). With `importance_sampling_level: sequence` the log ratio
-    is the mean over the action tokens in `mask_BT` (Zheng et al. 2025, GSPO, eq. 7). plain: -w * A * logp. `weights_BT`
-    is detached. Values outside the mask are undefined.
-    """
-    A = advantages[:, None] if advantages.ndim == 1 else advantages
-    if config.policy_loss == "plain":
-        return -weights_BT * A * logp_BT, torch.zeros_like(logp_BT, dtype=torch.bool)
-    ratio = _ratio(logp_BT, old_logp_BT, mask_BT, config, rollout_B)
-    high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
-    low = 1 - config.epsilon
-    loss = -weights_BT * torch.minimum(ratio * A, ratio.clamp(low, high) * A)
-    clipped = ((ratio < low) & (A < 0)) | ((ratio > high) & (A > 0))
-    return loss, clipped
+    weights = on.weights_BT
+    if config.policy_loss.has_ratio:
+        weights = weights * config.policy_loss.ratio(on._replace(logp_BT=on.logp_BT.detach()))
+    return weights * kl_divergence(on.logp_BT, ref_logp_BT, config.kl_estimator)

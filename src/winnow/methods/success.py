@@ -9,6 +9,8 @@ from ..base.errors import ConfigError
 from ..types import Rollout
 
 TOLERANCE = 1e-8
+PUNISHMENT = "soft_overlong"
+"""The punishment of `soft_overlong_cache`, which makes no answer wrong."""
 REMEDY = "set `success: {function: NAME, at_least: 1}` to the reward function that decides, or `success: {at_least: X}`"
 
 
@@ -65,9 +67,10 @@ def require_decided(success: Success, rollouts: Iterable[Rollout] = ()) -> None:
 def default_success(functions: Sequence[str], weights: Sequence[float] | None) -> Success:
     """Return the default success rule. `functions`: names of the reward functions; empty: the environment gives the
     reward."""
+    judges = [name for name in functions if name != PUNISHMENT]
     undecided = ""
-    if len(functions) > 1:
-        undecided = f"{len(functions)} reward functions: {', '.join(functions)}"
-    elif weights is not None and list(weights) != [1.0] * len(functions):
+    if len(judges) > 1:
+        undecided = f"{len(judges)} reward functions: {', '.join(judges)}"
+    elif weights is not None and list(weights) != [1.0] * len(judges):
         undecided = f"reward_weights: {list(weights)}"
-    return Success(declared=False, undecided=undecided)
+    return Success(judges[0] if judges and judges != list(functions) else None, declared=False, undecided=undecided)

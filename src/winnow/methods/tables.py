@@ -13,6 +13,7 @@ from .advantage import ADVANTAGES
 from .correct import CORRECTIONS, STEP_SCALES
 from .filter import FILTERS
 from .gate import GATES
+from .policy_loss import POLICY_LOSSES
 from .select import SELECTORS
 from .size import ROLLOUT_BATCHES, SIZES
 
@@ -23,6 +24,7 @@ TABLES: dict[str, Mapping[str, type]] = {
     "gates": GATES,
     "filter": FILTERS,
     "advantage": ADVANTAGES,
+    "policy_loss": POLICY_LOSSES,
     "correction": CORRECTIONS,
     "step_scale": STEP_SCALES,
 }

@@ -164,6 +164,8 @@ class Budget:
     """Tokens of a micro-batch; None: the configuration's, or the fewest."""
     recomputed: bool | None = None
     """Whether layers are recomputed; None: as configured."""
+    several_turns: bool = False
+    """Whether the embedded engine keeps keys and values while environments answer."""
 
     def phases(self) -> Phases:
         """Return the bytes held, by phase and part."""
@@ -311,8 +313,10 @@ class Budget:
         tokens = -(-slots // max(1, c.num_generations)) * c.max_prompt_length
         attention = 4 * (2 * shapes.hidden + 6 * shapes.queries + 5 * shapes.keys)
         feed_forward = 8 * shapes.hidden + 3 * each * shapes.intermediate
+        keys = slots * columns * (shapes.kv_elements + 1) * each
         return {
-            "keys and values": slots * columns * (shapes.kv_elements + 1) * each,
+            "keys and values": keys,
+            **({"keys and values between turns": keys} if self.several_turns else {}),
             "prompts": tokens * shapes.kv_elements * each,
             "prefill": min(tokens, PREFILL_TOKENS) * max(attention, feed_forward),
             "logits": slots * shapes.vocab_size * (each + 8),
@@ -320,26 +324,34 @@ class Budget:
 
     def _least_of_vllm(self) -> int:
         """Return vLLM's minimum: weights, its largest pass, and keys and values of a group's longest rollouts."""
-        c, shapes, dtype = self.config, self.shapes, self.engine.dtype
-        each = 2 if dtype in HALF or (dtype is None and shapes.in_bfloat16) else 4
+        c, shapes = self.config, self.shapes
+        each = weight_bytes(self.engine, shapes)
         keys = c.num_generations * c.longest * shapes.kv_elements * each
         logits = 4 * 256 * shapes.vocab_size
         return each * shapes.parameters + keys + 2 * logits + VLLM_TOKENS * 4 * (shapes.hidden + shapes.intermediate)
 
 
-def host_budget(c: RunConfig, shapes: Shapes, *, keeps_versions: bool) -> Phases:
+def host_budget(c: RunConfig, shapes: Shapes, engine: Any, *, keeps_versions: bool) -> Phases:
     """Return the bytes of weights that the learner's process holds on the host, next to a GPU, by phase.
 
-    `keeps_versions`: the sampler keeps the weights of the last `max_lag` steps there."""
+    `engine`: its options. `keeps_versions`: the sampler keeps the weights of the last `max_lag` steps there."""
     whole, alone = 4 * shapes.parameters, c.lora is None
     kept = {"kept versions": (c.max_lag + 1) * whole} if c.max_lag and keeps_versions else {}
     written = max(min(FILE_BYTES, whole), 4 * shapes.vocabulary) if alone else 0
     saved = 2 if shapes.in_bfloat16 and c.save_dtype != "float32" else 4
-    return {
+    asleep = {}
+    if isinstance(engine, VllmOptions) and engine.sleep and c.lora is not None and not c.lora.merge:
+        asleep = {"update": {"weights of a sleeping vLLM, pinned": weight_bytes(engine, shapes) * shapes.parameters}}
+    return asleep | {
         "start": {"weights": whole} | ({"reference": whole} if c.keeps_reference and alone else {}),
         "checkpoint": kept | {"file being written": written},
         "export": kept | {"weights": saved * shapes.parameters},
     }
+
+
+def weight_bytes(engine: Any, shapes: Shapes) -> int:
+    """Return the bytes of a weight in vLLM, whose default dtype is that of the saved model."""
+    return 2 if engine.dtype in HALF or (engine.dtype is None and shapes.in_bfloat16) else 4
 
 
 def engine_bytes(engine: Any) -> int:

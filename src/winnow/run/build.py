@@ -14,7 +14,7 @@ from ..base.errors import ConfigError
 from ..base.weights import is_finite, weights_digest
 from ..config import RunConfig
 from ..config.options import LoraConfig, name_of
-from ..engine.base import Engine
+from ..engine.base import Engine, close_engine
 from ..engine.facts import end_where_rollouts_do
 from ..engine.initial_model import require_embeddings
 from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, peft_config, require_finite
@@ -23,6 +23,7 @@ from ..engine.pretrained import located
 from ..engine.skeleton import as_zeros, in_files, unloaded
 from ..engine.template import with_template
 from ..env.base import Task
+from ..env.rewards.overlong import SoftOverlong
 from ..env.rewards.rewarder import Rewarder, RewardSpec
 from ..env.rewards.workers import RewardWorkers
 from ..learner import Learner, Policy
@@ -121,9 +122,10 @@ class Parts:
         self.methods.save(directory)
 
     def close(self) -> None:
-        """End the processes of the parts."""
+        """End the processes of the parts, and engines that hold more than this process's memory."""
         for part in (self.sampler, self.learner, self.rewarder):
             part.close()
+        close_engine(self.engine)
 
 
 def build(
@@ -206,10 +208,17 @@ def build_sampler(r: Resolved, context: SamplerContext) -> Sampler:
 
 
 def build_rewarder(c: RunConfig, task: Task, given: Sequence[RewardSpec] | None = None) -> Rewarder:
-    """Build the rewarder from the objects `given`, else `reward_funcs`, else the task's own functions."""
+    """Build the rewarder from the objects `given`, else `reward_funcs`, else the task's own functions, and, with
+    `soft_overlong_cache`, DAPO's punishment beside them. Raises ConfigError."""
     workers = RewardWorkers(2, c.reward_memory_mb, tuple(c.reward_env), c.reward_sandbox)
-    functions = given or c.reward_funcs or task.reward_funcs
-    return Rewarder(functions, c.reward_weights, c.reward_timeout_s, workers=workers, device=c.device)
+    functions, weights = list(given or c.reward_funcs or task.reward_funcs), c.reward_weights
+    if c.soft_overlong_cache is not None:
+        try:
+            functions.append(SoftOverlong(c.max_completion_length, c.soft_overlong_cache))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        weights = None if weights is None else [*weights, 1.0]
+    return Rewarder(functions, weights, c.reward_timeout_s, workers=workers, device=c.device)
 
 
 def build_learner(policy: Policy, r: Resolved) -> Learner:

@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..methods.gate import Gate, GateContext, NamedRule, RuleError, check_rule
 from ..methods.gate.audit import Audits, SkipAudit, StopAudit
 from ..methods.group_kind import GroupJudge
 from ..methods.loss import LossConfig
+from ..methods.policy_loss import Clip
 from ..methods.select import StreamSelector
 from ..methods.size import GroupSize, RolloutBatch
 from ..methods.success import Success, default_success
@@ -240,19 +241,23 @@ def build_loss(c: RunConfig, options: Options) -> LossConfig:
     own = {
         "beta": 0.0 if c.kl_in_reward else c.beta,
         "correction": options.methods["correction"][0],
+        "policy_loss": options.methods["policy_loss"][0],
     }
+    if isinstance(own["policy_loss"], Clip):
+        given = {key: getattr(c, key) for key in CLIPPING if c.changed([key])}
+        own["policy_loss"] = replace(own["policy_loss"], **given)
     loss = LossConfig(**_same_keys(LossConfig, c) | own)
-    clipping = c.changed(CLIPPING)
-    if loss.ratio_to_learner and c.num_iterations == 1 and clipping:
+    limits = c.changed((*CLIPPING, "policy_loss"))
+    if loss.ratio_to_learner and c.num_iterations == 1 and limits:
         raise ConfigError(
-            f"{clipping} has no effect with correction: {name_of(c.correction)} and num_iterations: 1, as only the "
-            "change since the first iteration is clipped; remove it, or use correction: none, or more iterations"
+            f"{limits} has no effect with correction: {name_of(c.correction)} and num_iterations: 1, as only the "
+            "change since the first iteration is in its ratio; remove it, or use correction: none, or more iterations"
         )
     stale = c.changed(("max_lag", "num_iterations")) or ("reuse:" if c.reuse is not None else "")
-    if stale and c.policy_loss == "plain" and not loss.correction.active:
+    if stale and not loss.policy_loss.has_ratio and not loss.correction.active:
         raise ConfigError(
-            f"{stale} trains on tokens of older policies, and policy_loss: plain does not correct for it; set "
-            "correction: truncate, or policy_loss: clip"
+            f"{stale} trains on tokens of older policies, and policy_loss: {name_of(c.policy_loss)} does not correct "
+            "for it; set correction: truncate, or policy_loss: clip"
         )
     return loss
 

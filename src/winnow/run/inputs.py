@@ -22,7 +22,7 @@ from ..record.trackers import check_trackers
 from .hub import check_hub
 from .preflight import in_steps
 from .resolve import resolve
-from .resolved import Machine, Options, Resolved
+from .resolved import AUTO, Machine, Options, Resolved
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ class TrainerInputs:
         if c.eval_steps and not task.test:
             raise ConfigError("eval_steps: the task has no held-out prompts; give it some, or remove eval_steps")
         model = InitialModel.from_config(c, None if isinstance(self.model, str) else self.model)
-        machine = Machine.here(c.device)
+        machine = Machine.here(c.device, with_vllm=name_of(c.engine) == AUTO)
         model = model.read(c)
         if not resumed:
             model.require_names(c)
-        return task, resolve(c, options, machine, model, resumed=resumed)
+        return task, resolve(c, options, machine, model, resumed=resumed, several_turns=task.max_turns > 1)
 
     def task(self, c: RunConfig, options: Options) -> Task:
         """Return the configured task, the object, or a task of the rows with the options of `env: dataset`."""

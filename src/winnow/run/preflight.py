@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import os
 import time
@@ -173,7 +174,7 @@ def warn_of_failing_prompts(limit: int, task: Task, tokenizer: Any) -> None:
     for part, prompts in (("training", task.train), ("held-out", task.test)):
         some = prompts[:: -(-len(prompts) // COUNTED) or 1]
         one_of_each = {_shape(prompt): prompt for prompt in some}
-        tried = [*_longest(prompts), *one_of_each.values(), *some[:: -(-len(some) // TRIED) or 1]]
+        tried = [*_longest(prompts, LONGEST), *one_of_each.values(), *some[:: -(-len(some) // TRIED) or 1]]
         longest, refusal = _encoded(tokenizer, tried)
         if max(longest, default=0) <= limit and not refusal:
             continue
@@ -198,10 +199,20 @@ def _shape(prompt: Prompt) -> tuple[Any, ...]:
     return tuple((m.get("role"), type(m.get("content")), *sorted(m.keys())) for m in prompt.messages or ())
 
 
-def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
+def longest_prompt(task: Task, tokenizer: Any) -> int | None:
+    """Return the tokens of the task's longest training prompt, of the `COUNTED` with most characters; None if an
+    environment adds to prompts, or none can be encoded."""
+    if task.max_turns > 1:
+        return None
+    lengths, _ = _encoded(tokenizer, _longest(task.train, COUNTED))
+    return max(lengths, default=None)
+
+
+def _longest(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
+    """Return the n prompts with most characters."""
     if isinstance(prompts, StoredPrompts):
-        return prompts.longest(LONGEST)
-    return sorted(prompts, key=_characters, reverse=True)[:LONGEST]
+        return prompts.longest(n)
+    return heapq.nlargest(n, prompts, key=_characters)
 
 
 def _characters(prompt: Prompt) -> int:

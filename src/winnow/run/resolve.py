@@ -16,11 +16,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..base.errors import ConfigError
 from ..config import RunConfig, as_saved, from_saved, validate
-from ..config.options import MethodSpec, method, name_of, section_of
+from ..config.options import UNLIMITED, MethodSpec, method, name_of, section_of
 from ..engine import ENGINES, LocalOptions, VllmOptions
 from ..engine.initial_model import InitialModel
 from ..engine.vllm.options import ALONE, SHARED
 from ..learner.step import scheduled_lr
+from ..methods.policy_loss import POLICY_LOSSES, PolicyLoss
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..sampler import Processes
 from .budget import AT_LEAST, AT_MOST, GIB, Budget, Shapes, engine_bytes
@@ -41,13 +42,20 @@ KEYS_SHARE = 1 / 8
 
 
 def resolve(
-    c: RunConfig, options: Options, machine: Machine, model: InitialModel, *, resumed: bool = False, alone: bool = False
+    c: RunConfig,
+    options: Options,
+    machine: Machine,
+    model: InitialModel,
+    *,
+    resumed: bool = False,
+    alone: bool = False,
+    several_turns: bool = False,
 ) -> Resolved:
     """Return the run that `c` describes on `machine`, with reasons for what was chosen.
 
     `options`: of `c`. `model`: with its names and shapes read. `resumed`: `auto` was resolved when the run began.
-    `alone`: an engine in this process without a learner. Raises ConfigError where settings contradict the model's, and
-    when the run does not fit on a GPU.
+    `alone`: an engine in this process without a learner. `several_turns`: of the task's rollouts. Raises ConfigError
+    where settings contradict the model's, and when the run does not fit on a GPU.
     """
     on_gpu, parameters = machine.device.type == "cuda", model.parameters
     values, why = model.decides(c)
@@ -56,7 +64,7 @@ def resolve(
     spec, engine = c.engine, options.engine
     if name_of(spec) == AUTO:
         where = machine.device.type if alone else _sampler_device(options, machine.device.type)
-        spec, because = choose_engine(c, parameters, where, machine.install_vllm)
+        spec, because = choose_engine(c, parameters, where, machine.no_vllm)
         why |= {"engine": because} if on_gpu else {}
         engine = method(ENGINES, spec, "engine")
 
@@ -74,7 +82,7 @@ def resolve(
 
     c = c.model_copy(update=values | {"engine": spec, "dtype": dtype, "threads": threads})
     sizes = (
-        _sizes_on_gpu(c, options, engine, machine, model, alone)
+        _sizes_on_gpu(c, replace(options, engine=engine), machine, model, alone, several_turns)
         if on_gpu
         else _sizes_on_cpu(c, options, engine, machine, model)
     )
@@ -94,19 +102,20 @@ def resolve(
     )
 
 
-def resolve_here(c: RunConfig, *, alone: bool = False) -> Resolved:
+def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = False) -> Resolved:
     """Resolve a run on this machine; reads the model's files. Raises ConfigError as `resolve` does."""
-    machine = Machine.here(c.device)
-    return resolve(c, Options.from_config(c), machine, InitialModel.from_config(c).read(c), alone=alone)
+    machine = Machine.here(c.device, with_vllm=name_of(c.engine) == AUTO)
+    model = InitialModel.from_config(c).read(c)
+    return resolve(c, Options.from_config(c), machine, model, alone=alone, several_turns=several_turns)
 
 
 # ---------------------------------------------------------------- engine
 
 
-def choose_engine(c: RunConfig, parameters: int, device: str, install_vllm: str = "") -> tuple[MethodSpec, str]:
+def choose_engine(c: RunConfig, parameters: int, device: str, no_vllm: str = "") -> tuple[MethodSpec, str]:
     """Return what `engine: auto` becomes, and why.
 
-    `device`: device type of samplers. `install_vllm`: how to install it; empty where it is installed. Options given
+    `device`: device type of samplers. `no_vllm`: why it cannot be used; empty where it can. Options given
     with `name: auto` are kept; one that vLLM does not have selects the embedded engine.
     """
     options = section_of(c.engine)
@@ -123,8 +132,8 @@ def choose_engine(c: RunConfig, parameters: int, device: str, install_vllm: str 
         why = "speculative needs an engine that reads drafts"
     elif parameters < PAYS_FROM:
         why = f"vLLM pays off from {PAYS_FROM / 1e6:g} million parameters, the model has {parameters:,}"
-    elif install_vllm:
-        why = f"vLLM is faster on a GPU, but not installed; {install_vllm}"
+    elif no_vllm:
+        why = f"vLLM is faster on a GPU, but {no_vllm}"
     else:
         name, why = "vllm", "samplers are on a GPU, and vLLM is installed"
     return ({"name": name} | options if options else name), why
@@ -139,7 +148,8 @@ def engine_for_run(c: RunConfig, options: Options, *, alone: bool = False) -> An
     share = ALONE * min(1.0, getattr(options.sync, "num_gpus", None) or 1.0) if apart else SHARED
     if isinstance(options.sync, Processes) and not apart:
         share /= options.sync.samplers
-    return engine.for_run(c.longest, share, sleep=not alone and not options.own_engines)
+    longest = None if c.max_prompt_length >= UNLIMITED else c.longest
+    return engine.for_run(longest, share, sleep=not alone and not options.own_engines)
 
 
 def _sampler_device(options: Options, learner: str) -> str:
@@ -157,7 +167,8 @@ def _may_round(c: RunConfig, engine: Any) -> bool:
 
 def _uncorrected(c: RunConfig) -> bool:
     """Whether no ratio of the loss corrects for the engine's rounding of probabilities."""
-    return c.policy_loss == "plain" and name_of(c.correction) == "none"
+    loss: PolicyLoss = method(POLICY_LOSSES, c.policy_loss, "policy_loss")
+    return not loss.has_ratio and name_of(c.correction) == "none"
 
 
 # ---------------------------------------------------------------- type and threads
@@ -241,19 +252,21 @@ def _sizes_on_cpu(c: RunConfig, options: Options, engine: Any, machine: Machine,
 
 
 def _sizes_on_gpu(
-    c: RunConfig, options: Options, engine: Any, machine: Machine, model: InitialModel, alone: bool
+    c: RunConfig, options: Options, machine: Machine, model: InitialModel, alone: bool, several_turns: bool
 ) -> Sizes:
     """Choose sizes by the memory that other processes leave.
 
     Samplers with GPUs of their own are assumed to have as much each. Raises ConfigError if the run cannot fit.
     """
-    shapes, options = Shapes.from_model(model.meta_model, c.lora), replace(options, engine=engine)
+    shapes, engine = Shapes.from_model(model.meta_model, c.lora), options.engine
     apart = not alone and (options.samples_elsewhere or machine.planned_gpus > 1)
     roles = {"learner GPU": (True, False), "sampler GPU": (False, True)} if apart else {"GPU": (not alone, True)}
     sizes = Sizes({}, {}, {}, {})
     for name, (learner, sampler) in roles.items():
         for_run = engine_for_run(c, options, alone=not learner)
-        whole = Budget(c, shapes, machine.gpu_memory, for_run, options.ranks, learner, sampler)
+        whole = Budget(
+            c, shapes, machine.gpu_memory, for_run, options.ranks, learner, sampler, several_turns=several_turns
+        )
         budget, chosen = whole.fitted(share_given=getattr(engine, "gpu_memory_utilization", None) is not None)
         phases = budget.phases() if sampler and apart and not machine.planned_gpus else budget.require_room()
         need = max(sum(held.values()) for held in phases.values())

@@ -20,6 +20,7 @@ from ..engine.base import SamplingParams
 from ..engine.initial_model import InitialModel
 from ..engine.loading import resolve_device
 from ..engine.saving import types_from
+from ..engine.vllm.options import why_unusable
 from ..learner import LEARNERS, LearnerContext
 from ..learner.local.learner import LearnerOptions
 from ..methods import tables
@@ -108,17 +109,20 @@ class Machine:
     gpu_memory: int = 0
     """Bytes that other processes leave of the GPU."""
     gpu_bfloat16: bool = False
-    install_vllm: str = ""
-    """How to install vLLM; empty where it is installed."""
+    no_vllm: str = ""
+    """Why vLLM cannot be used, and the remedy; empty where it can."""
     planned_gpus: int = 0
     """GPUs of a machine that is planned for; 0: this machine."""
 
     @classmethod
-    def here(cls, device: str) -> Machine:
-        """Read this machine. Raises ConfigError if it has no such device."""
+    def here(cls, device: str, *, with_vllm: bool = False) -> Machine:
+        """Read this machine. `with_vllm`: try to import it, where there is a GPU. Raises ConfigError if it has no such
+        device."""
         on = resolve_device(device)
-        missing = "" if find_spec("vllm") else install("vllm")
-        here = cls(on, usable_threads(), main_memory(), bfloat16_units(), install_vllm=missing)
+        no_vllm = "" if find_spec("vllm") else f"vLLM is not installed; {install('vllm')}"
+        if with_vllm and torch.cuda.is_available():
+            no_vllm = why_unusable()
+        here = cls(on, usable_threads(), main_memory(), bfloat16_units(), no_vllm=no_vllm)
         if on.type != "cuda":
             return here
         bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -21,6 +21,7 @@ from ..base.failpoint import failpoint
 from ..base.forkserver import call_itself, lines_with_parent
 from ..base.machine import gpu_gib, resident_mib
 from ..config import validate
+from ..engine.base import close_engine
 from ..engine.initial_model import InitialModel
 from ..engine.loading import load_tokenizer, quiet_transformers
 from ..engine.template import with_template
@@ -44,8 +45,8 @@ def alone_on(device: str) -> str:
     """Hide all GPUs but `device` from this process, which has not used any yet; return the device's new name."""
     kind, _, number = device.partition(":")
     if kind == "cuda" and number:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if int(number) < len(visible) > 1 else number
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if int(number) < len(visible) else number
     return kind
 
 
@@ -163,6 +164,4 @@ def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeig
         reply({"refused": str(error)})
     finally:
         server.rewarder.close()
-        close = getattr(server.engine, "close", None)
-        if close is not None:
-            close()
+        close_engine(server.engine)

@@ -241,8 +241,8 @@ class Session:
     def evaluate_after_end(self, rewarder: Rewarder) -> dict[str, float]:
         """Return held-out metrics of the last policy after `close`, which closed the run's own rewarder and ledger."""
         sampler = self.parts.sampler
-        if not isinstance(sampler, InProcessSampler):
-            raise ConfigError(f"evaluate: the samplers have ended with the run; run `winnow eval {self.run_dir}`")
+        if not isinstance(sampler, InProcessSampler) or hasattr(self.parts.engine, "close"):
+            raise ConfigError(f"evaluate: what samples has ended with the run; run `winnow eval {self.run_dir}`")
         sampler.runner.rewarder = rewarder
         return self._evaluated(self.parts.evaluate())
 

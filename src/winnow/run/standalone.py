@@ -10,6 +10,7 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..config import REFERENCE, RunConfig, validate
+from ..engine.base import close_engine
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..learner import Policy
@@ -81,7 +82,7 @@ def opened(
     `saved`: fingerprints of a run's task and reward functions. `report`: extra values of evaluation rollouts; see
     `RolloutOptions`. Raises ConfigError where the configuration does not make the same ones, e.g. as they were objects.
     """
-    resolved = resolve_here(config, alone=True)
+    resolved = resolve_here(config, alone=True, several_turns=task.max_turns > 1)
     resolved.set_threads()
     config = resolved.config
     policy, engine = build_policy(resolved)
@@ -99,6 +100,7 @@ def opened(
         yield policy, lambda jobs: run_jobs(runner, jobs), rewarder
     finally:
         rewarder.close()
+        close_engine(engine)
 
 
 def _settings(stack: ExitStack, model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:

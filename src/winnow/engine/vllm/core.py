@@ -25,6 +25,7 @@ from vllm import EngineArgs, LLMEngine, TokensPrompt
 from vllm import SamplingParams as VllmParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, get_tp_group, model_parallel_is_initialized
 from vllm.envs import disable_envs_cache
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -63,7 +64,8 @@ class Core:
         self._llm.engine_core._finalizer.detach()
         Core._open.add(self)
         self.config = self._llm.vllm_config
-        self.runner = self._llm.model_executor.driver_worker.worker.model_runner
+        self._worker = self._llm.model_executor.driver_worker.worker
+        self.runner = self._worker.model_runner
         self._tied = tied
         self._slot = None if adapters is None else AdapterSlot(self.runner, adapters)
 
@@ -124,12 +126,12 @@ class Core:
             self._scratch.close()
         was_open = self in Core._open
         Core._open.discard(self)
-        if Core._open:
-            return
-        if was_open:
+        if not Core._open and was_open:
             self._llm.engine_core.engine_core.shutdown()
-        elif not hasattr(self, "_llm"):  # it failed to start
+        elif not Core._open and not hasattr(self, "_llm"):  # it failed to start
             cleanup_dist_env_and_memory()
+        for name in ("_llm", "_worker", "runner", "_slot"):  # all hold the model
+            vars(self).pop(name, None)
 
     def _together(self, method: str, *args: Any) -> AbstractContextManager[None]:
         """Let other ranks, where there are some, call this method of their cores in the meantime."""
@@ -139,16 +141,21 @@ class Core:
         if self._slot is not None:
             self._slot.load(dict(weights))
             return
-        self.runner.reload_weights(weights_iterator=iter(weights))
+        self._worker.reload_weights(weights_iterator=iter(weights))
         _retie(self.runner.model, self._tied)
 
 
 def _forget_engines_of_before() -> None:
-    """Destroy process groups of engines that nobody has any more, but nobody closed."""
+    """Destroy process groups and memory pools of engines that nobody has any more, but nobody closed."""
     if model_parallel_is_initialized():
         gc.unfreeze()  # vLLM hides an engine from the collector
         gc.collect()
         if not Core._open:
+            if current_platform.is_cuda_alike():
+                from vllm.device_allocator.cumem import CuMemAllocator
+
+                if CuMemAllocator.instance is not None:  # it would refuse the next engine
+                    CuMemAllocator.instance.release_pools()
             cleanup_dist_env_and_memory()
 
 

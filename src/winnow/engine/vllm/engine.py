@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -53,13 +54,16 @@ class VllmEngine(SequenceEngine):
             adapters = None
             if model.adapters is not None:
                 adapters = Adapters.from_model(build_meta_model(source), model.adapters)
-            self._weight_facts = facts if adapters is None else adapters.facts(facts)
             several = arguments["tensor_parallel_size"] > 1
             arguments = arguments | (adapters.arguments() if adapters else {})
-            arguments["max_model_len"] = facts.max_length
+            fits = longest is None and not several  # each of several ranks would fit a length of its own
+            arguments["max_model_len"] = -1 if fits else facts.max_length
             arguments["distributed_executor_backend"] = RankExecutor if several else None
             core = LeadingCore if several else Core
             self._core = core(arguments, bool(facts.tied), adapters)
+            if fits:
+                facts = replace(facts, max_length=int(self._core.config.model_config.max_model_len))
+            self._weight_facts = facts if adapters is None else adapters.facts(facts)
             self.sequences = Sequences(facts, tokenizer, self._slots, self._core.runner.device)
             self.sequences.table.counts_computed = False  # what vLLM's prefix cache spares is not known here
             self._head = _Head(self._core, self.sequences)
@@ -73,6 +77,10 @@ class VllmEngine(SequenceEngine):
     def dtype(self) -> str:
         """Type of weights, keys and values."""
         return str(self._core.config.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._core.runner.device)
 
     def load_weights(self, weights: Weights, version: int) -> None:
         self.sequences.require_alive()
@@ -102,8 +110,10 @@ class VllmEngine(SequenceEngine):
             self._asleep = True
 
     def close(self) -> None:
-        """End the processes that its layers are cut among, but for this one, and remove what vLLM left outside of it;
-        both happen in any case when this process ends."""
+        """Free the memory of vLLM, end the other processes that its layers are cut among, and remove what vLLM left
+        outside of this one. All happens in any case when this process ends. Later calls raise RuntimeError."""
+        self.sequences.close()
+        vars(self).pop("_head", None)  # it holds the model
         self._core.close()
 
     # ---- one step ----------------------------------------------------------------------------------------------

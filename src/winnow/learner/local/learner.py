@@ -22,7 +22,7 @@ from ...engine.loading import prepare_cuda
 from ...engine.saving import Types, save_whole
 from ...engine.skeleton import for_trials
 from ...methods.correct import Evidence, OverBatch
-from ...methods.loss import LossConfig, kl_loss, policy_loss
+from ...methods.loss import LossConfig, Sampled, kl_loss
 from ..base import UPDATE_SECONDS, Sizes, Stats, update_metrics
 from ..batch import MicroBatch, PassLimits, Pools, micro_batches, packed
 from ..rows import Row
@@ -245,16 +245,16 @@ class LocalLearner:
             advantages = advantages - baselines
             stats.baselines.append(baselines[mask])
         advantages, row_weight_B = advantages.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
-        per_token, clipped = policy_loss(logp, old_logp, advantages, weights, mask, loss, batch.rollout_B)
+        sampled = Sampled(logp, old_logp, advantages, weights, mask, batch.rollout_B)
+        per_token, clipped = loss.policy_loss(sampled)
         if loss.beta:
-            kl = kl_loss(logp, self._under_reference(batch), old_logp, weights, mask, loss, batch.rollout_B)
+            kl = kl_loss(sampled, self._under_reference(batch), loss)
             per_token = per_token + loss.beta * kl
             stats.add("kl", float((kl.detach() * mask).sum()))
         if loss.entropy_coef:
             per_token = per_token - loss.entropy_coef * entropy
         total = (per_token * mask * row_weight_B[:, None]).sum()
-        positive = advantages > 0
-        low, high = (clipped & mask & ~positive).sum(), (clipped & mask & positive).sum()
+        low, high = ((clipped & mask & side).sum() for side in (advantages <= 0, advantages > 0))
         book(stats, batch, logp, entropy, loss=total.detach(), clip_low=low, clip_high=high)
         return total
 

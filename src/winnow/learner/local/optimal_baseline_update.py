@@ -21,6 +21,7 @@ from torch import nn
 
 from ...methods.advantage import optimal_baseline
 from ...methods.loss import LossConfig
+from ...methods.policy_loss import Plain
 from ...methods.segments import first_rows, sum_by_rollout
 from ..base import Stats
 from ..batch import MicroBatch, Pools
@@ -317,7 +318,7 @@ def _trial(batched: Batched, row_by_row: RowByRow) -> tuple[torch.Tensor, torch.
     mask_BT[1, 5:] = False
     ones_B = torch.ones(3, dtype=torch.float64, device=device)
     batch = MicroBatch(ids_BT, mask_BT, torch.zeros_like(ids_BT, dtype=torch.float32), ones_B, ones_B)
-    loss = LossConfig(policy_loss="plain")
+    loss = LossConfig(policy_loss=Plain())
     terms, _ = batched.of_rollouts(batch, loss, Stats(), ones_B[None])
     apart = [norm_sq(row_by_row.of_rollout(one_rollout(batch, slice(b, b + 1)), loss, Stats())[0]) for b in range(3)]
     return torch.stack([term.square_B for term in terms]).sum(0).float(), torch.stack(apart).float()

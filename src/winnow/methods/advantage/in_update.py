@@ -42,8 +42,8 @@ class InUpdate(Advantage):
         name = name_of(c.advantage)
         beta = 0.0 if c.kl_in_reward else c.beta
         finds = f"{name} finds its baseline in the update"
-        if c.policy_loss != "plain":
-            yield f"{finds}: set policy_loss: plain, not {c.policy_loss}"
+        if name_of(c.policy_loss) != "plain":
+            yield f"{finds}: set policy_loss: plain, not {name_of(c.policy_loss)}"
         if beta or c.entropy_coef:
             yield f"{finds}: set beta: 0 and entropy_coef: 0, not {beta} and {c.entropy_coef}"
         if isinstance(correction, OverBatch) or getattr(correction, "only_negative", False):
