@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -167,29 +168,37 @@ def arguments() -> argparse.Namespace:
 def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool) -> bool:
     """Run the jobs without a record, in their order. Returns whether all succeeded.
 
-    Sides of one thread run side by side, each on a core of its own, so that what disturbs one disturbs the other.
+    Sides of one process run side by side, each on a core of its own, so that what disturbs one disturbs the other; a
+    side that needs all cores runs by itself.
     """
-    all_cores = os.sched_getaffinity(0)
-    alone = spec.device == "cuda" or TRACKS[spec.track].alone
-    free: Queue[set[int]] = Queue()
-    for cores in [all_cores] if alone else [{core} for core in sorted(all_cores)]:
-        free.put(cores)
+    all_cores, track = os.sched_getaffinity(0), TRACKS[spec.track]
+    free: Queue[int] = Queue()
+    for core in sorted(all_cores):
+        free.put(core)
 
-    def run(number: int, job: Job) -> bool:
+    def run(job: Job) -> bool:
         side, rate, seed = job
         record = records / f"{side}-{rate:g}-{seed}.json"
-        print(f"{number}/{len(jobs)} {spec.track}: {side}, rate {rate:g}, seed {seed}", flush=True)
         if record.exists() and not again:
             return True
-        cores = free.get()
+        cores = {free.get() for _ in range(cores_of(side))}
+        print(f"{spec.track}: {side}, rate {rate:g}, seed {seed}", flush=True)
         try:
             place = f"{spec.directory}/{record.stem}"
             return run_job(replace(spec, side=side, rate=rate, seed=seed, directory=place), record, cores)
         finally:
-            free.put(cores)
+            for core in cores:
+                free.put(core)
 
-    with ThreadPoolExecutor(free.qsize()) as pool:
-        return all(list(pool.map(run, range(1, len(jobs) + 1), jobs)))
+    def cores_of(side: str) -> int:
+        alone = spec.device == "cuda" or track.alone
+        return len(all_cores) if alone else min(track.entries[side].processes, len(all_cores))
+
+    ok = True
+    for several, some in groupby(jobs, key=lambda job: cores_of(job[0]) == 1):
+        with ThreadPoolExecutor(len(all_cores) if several else 1) as pool:
+            ok &= all(list(pool.map(run, some)))
+    return ok
 
 
 def main() -> None:

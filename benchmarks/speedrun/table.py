@@ -26,6 +26,12 @@ def reached_s(curve: Sequence[Mapping[str, float]], target: float) -> float | No
     return since
 
 
+def mean_over_the_clock(curve: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean of pass@1 over the seconds of a run."""
+    seconds, passed = (np.array([point[key] for point in curve]) for key in ("seconds", "pass@1"))
+    return float(np.trapezoid(passed, seconds) / seconds[-1])
+
+
 def summary_of(record: Mapping[str, Any], target: float) -> Summary:
     """Return what the table needs of a run."""
     curve, last = record["curve"], record["curve"][-1]
@@ -35,7 +41,7 @@ def summary_of(record: Mapping[str, Any], target: float) -> Summary:
         "reached_s": reached_s(curve, target),
         "pass@1": last["pass@1"],
         "pass@8": last["pass@8"],
-        "mean_pass@1": float(np.mean([point["pass@1"] for point in curve])),
+        "mean_pass@1": mean_over_the_clock(curve),
         "seconds": record["seconds"],
         "steps": record["steps"],
         "loading_s": record["loading_s"],

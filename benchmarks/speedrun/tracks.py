@@ -37,6 +37,8 @@ class Entry:
     recipe: str = ""
     """Of Winnow's sides; TRL's take batch, optimizer and lengths from the recipe of `dapo`."""
     changes: tuple[str, ...] = ()
+    processes: int = 1
+    """Each has a core of its own. Sides of one process run side by side where the track allows it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Track:
     growth: float = 1.1
     """Factor by which the clock grows from one evaluated model to the next."""
     alone: bool = False
-    """Runs use all cores, one at a time; else each has a core of its own."""
+    """Runs use all cores, one at a time; else as many run at a time as have a core for each of their processes."""
     trl_rows: int = 256
     """Rows of a micro-batch in TRL."""
     prepare: Callable[[], None] = lambda: None
@@ -110,7 +112,7 @@ TRACKS = {
         model="countdown",
         shared=("env.train_size=4096", "env.test_size=512"),
         evaluation=("eval_prompts=512", "eval_generations=8"),
-        target=0.35,
+        target=0.30,
         cap_s=900,
         entries={
             **same_rates((1e-4, 2e-4, 4e-4), 300, "countdown-dapo"),

@@ -1,0 +1,212 @@
+"""Paired trials: does a method or setting make training faster than the recipe that it is added to?
+
+    python benchmarks/trials.py countdown --arms groups-16 muon     # tune, then up to six paired seeds
+    python benchmarks/trials.py countdown --table                   # the table again, from the records
+    python benchmarks/trials.py countdown --quick --arms muon       # one rate, two seeds, seconds: to try an arm
+
+An arm is the base recipe with other settings. Each run has the same seconds on a core of its own, two run at a time,
+and the base runs on the same seeds from the same model, with the same noise. Rates are chosen by the mean of pass@1
+over the seconds of two tuning seeds, with as many tries for each arm. The rule, written before the runs, is `verdict`;
+docs/trials.md has it in words, and the table. A run leaves one JSON file; what has one is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tables as t
+from harness import ROOT, read_json, write_json
+from speedrun.run import make_model, run_all
+from speedrun.sides import Spec
+from speedrun.table import mean_over_the_clock
+from speedrun.tracks import TRACKS, WORK
+from tables import Column, Figures, Summary, fill
+
+TUNING, SEEDS = (8, 9), (10, 11, 12, 13, 14, 15)
+"""No other benchmark has these seeds but 9, on which the speedrun is tuned."""
+EARLY = 4
+"""Seeds after which a clear arm has no more."""
+PASS_AT_8 = -0.02
+"""A mean difference of pass@8 below it is a loss of variety."""
+CAP_S, GROWTH = 120.0, 1.25
+RESULTS = ROOT / "benchmarks" / "results" / "trials"
+DOCS = ROOT / "docs" / "trials.md"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The base with other settings."""
+
+    changes: tuple[str, ...] = ()
+    rates: tuple[float, ...] = (1e-4, 2e-4, 4e-4)
+
+
+REUSE = ("policy_loss=clip", "epsilon_high=0.28", "correction=none", "step_scale=ess")
+ARMS: dict[str, Arm] = {
+    "base": Arm(),
+    "batch-16": Arm(("prompts_per_step=16",)),
+    "batch-8": Arm(("prompts_per_step=8",), (5e-5, 1e-4, 2e-4)),
+    "groups-16": Arm(("num_generations=16", "prompts_per_step=16")),
+    "groups-4": Arm(("num_generations=4", "prompts_per_step=64")),
+    "sequential": Arm(("group_size={name: sequential, probe: 4}",)),
+    "reuse-2": Arm(("reuse={updates: 2, max_age: 16, min_ess: 0.5}", *REUSE)),
+    "reuse-4": Arm(("reuse={updates: 4, max_age: 16, min_ess: 0.5}", *REUSE)),
+    "clip-high": Arm(("policy_loss=clip", "epsilon_high=0.28", "correction=none")),
+    "cispo": Arm(("policy_loss=cispo", "correction=none")),
+    "sapo": Arm(("policy_loss=sapo", "correction=none")),
+    "dppo": Arm(("policy_loss=dppo", "correction=none")),
+    "muon": Arm(("optim=muon",), (5e-4, 1e-3, 2e-3)),
+    "opob": Arm(("advantage=opob",)),
+    "entropy": Arm(("entropy_coef=0.003",)),
+    "no-drafts": Arm(("speculative=false",)),
+    "bayes": Arm(("selector=bayes",)),
+    "allocate": Arm(("group_size=allocate",)),
+}
+"""Arms by name. What they are beside: docs/trials.md."""
+
+
+def spec_of(track: str, arm: Arm, model: str, cap_s: float) -> Spec:
+    """Return what all runs of an arm share."""
+    endless = ("max_steps=1000000", "eval_steps=null", "sync=in_process")
+    return Spec(
+        track, "fastest", 0, 0.0, "cpu", model, str(WORK / "trials" / track), cap_s, GROWTH, (*arm.changes, *endless)
+    )
+
+
+def ran(track: str, name: str, rates: Sequence[float], seeds: Sequence[int], model: str, cap_s: float) -> None:
+    """Make the runs of an arm that have no record."""
+    spec = spec_of(track, ARMS[name], model, cap_s)
+    spec = replace(spec, directory=f"{spec.directory}/{name}")
+    jobs = [("fastest", rate, seed) for seed in seeds for rate in rates]
+    if not run_all(jobs, spec, records_of(track, name, cap_s), again=False):
+        raise SystemExit(f"{name}: a run failed")
+
+
+def records_of(track: str, name: str, cap_s: float) -> Path:
+    return (RESULTS if cap_s == CAP_S else WORK / "trials" / "quick") / track / name
+
+
+def runs_of(directory: Path, seeds: Sequence[int]) -> list[Summary]:
+    """Return the figures of the runs on these seeds."""
+    found = [read_json(file) for file in sorted(directory.glob("*.json"))]
+    return [figures_of(record) for record in found if record["seed"] in seeds]
+
+
+def figures_of(record: Mapping[str, Any]) -> Summary:
+    curve = record["curve"]
+    by_eight = [point | {"pass@1": point["pass@8"]} for point in curve]
+    return {
+        "seed": record["seed"],
+        "rate": record["rate"],
+        "pass@1": mean_over_the_clock(curve),
+        "pass@8": mean_over_the_clock(by_eight),
+        "last_pass@1": curve[-1]["pass@1"],
+        "last_pass@8": curve[-1]["pass@8"],
+        "steps": record["steps"],
+        "seconds": record["seconds"],
+        "tokens": record["tokens"],
+        "load_average": record["load_average"],
+        "cpu": record["machine"]["cpu"],
+    }
+
+
+def best_rate(runs: Sequence[Summary]) -> float:
+    """Return the rate with the best mean pass@1 over the tuning seeds."""
+    by_rate: dict[float, list[float]] = {}
+    for run in runs:
+        by_rate.setdefault(run["rate"], []).append(run["pass@1"])
+    return max(by_rate, key=lambda rate: sum(by_rate[rate]) / len(by_rate[rate]))
+
+
+def verdict(runs: list[Summary], base: list[Summary]) -> str:
+    """Return `won`, `lost` or `undecided`.
+
+    Won: the 95% interval of the paired difference of pass@1, a mean over the run's seconds, is above 0, and the mean
+    difference of pass@8 is not below `PASS_AT_8`. Lost: the interval is below 0, or that of pass@8 is below
+    `PASS_AT_8`. Four seeds decide if the interval is further from 0 than it is wide; else six, if it excludes 0.
+    """
+    one, eight = (t.against(runs, base, key, as_ratio=False) for key in ("pass@1", "pass@8"))
+    if one is None or eight is None or one.low is None or one.high is None or one.n < EARLY:
+        return "undecided"
+    margin = (one.high - one.low) if one.n < len(SEEDS) else 0.0
+    if one.low > margin:
+        return "won" if eight.mean >= PASS_AT_8 else "lost"
+    if one.high < -margin or (eight.high is not None and eight.high < PASS_AT_8 - margin):
+        return "lost"
+    return "undecided"
+
+
+def try_arm(track: str, name: str, model: str) -> str:
+    """Tune an arm, run its seeds until it is decided, and return the verdict."""
+    directory = records_of(track, name, CAP_S)
+    ran(track, name, ARMS[name].rates, TUNING, model, CAP_S)
+    rate = best_rate(runs_of(directory, TUNING))
+    for part in (SEEDS[:EARLY], SEEDS):
+        ran(track, name, [rate], part, model, CAP_S)
+        if name != "base" and (found := verdict(chosen(track, name), chosen(track, "base"))) != "undecided":
+            return found
+    return "undecided"
+
+
+def chosen(track: str, name: str) -> list[Summary]:
+    """Return an arm's reported runs, at its tuned rate."""
+    directory = records_of(track, name, CAP_S)
+    tuning = runs_of(directory, TUNING)
+    return [run for run in runs_of(directory, SEEDS) if tuning and run["rate"] == best_rate(tuning)]
+
+
+def write_table(track: str) -> str:
+    figures: Figures = {name: runs for name in ARMS if (runs := chosen(track, name))}
+    base = figures.get("base", [])
+
+    def difference(head: str, key: str) -> Column:
+        return Column(head, lambda runs, _: t.text(t.against(runs, base, key, as_ratio=False), t.SIGNED))
+
+    columns = (
+        t.SEEDS,
+        Column("rate", lambda runs, _: f"{runs[0]['rate']:g}"),
+        difference("pass@1 over the run", "pass@1"),
+        difference("at its end", "last_pass@1"),
+        difference("pass@8 over the run", "pass@8"),
+        difference("at its end", "last_pass@8"),
+        t.mean("steps", "steps", "{:.0f}"),
+        *(t.mean(f"{kind} tokens", f"tokens.{kind}", "{:.2f}M", 1e-6) for kind in ("sampled", "computed", "trained")),
+        Column("verdict", lambda runs, _: "" if runs is base else verdict(runs, base)),
+    )
+    table = t.table_of(figures, columns, head="arm")
+    out = RESULTS.parent / "trials.json"
+    write_json(out, read_json(out) | {track: {"table": table.splitlines(), "runs": figures}})
+    fill(DOCS, {f"trials-{track}": table})
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("track", choices=list(TRACKS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=[])
+    parser.add_argument("--quick", action="store_true", help="a rate, two seeds and 40 seconds each")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    model = "" if options.table else make_model(options.track)
+    names = [] if options.table else list(dict.fromkeys(["base", *options.arms]))
+    for name in names:
+        if options.quick:
+            ran(options.track, name, ARMS[name].rates[1:2], TUNING, model, CAP_S / 3)
+            found = runs_of(records_of(options.track, name, CAP_S / 3), TUNING)
+            print(name, [(run["seed"], round(run["pass@1"], 3), run["steps"]) for run in found], flush=True)
+        else:
+            print(name, try_arm(options.track, name, model), flush=True)
+            write_table(options.track)
+    if options.table:
+        print(write_table(options.track))
+
+
+if __name__ == "__main__":
+    main()
