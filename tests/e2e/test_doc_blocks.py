@@ -37,7 +37,7 @@ ELSEWHERE = {
     "tutorial-trl.md": "test_pages.py",
 }
 """Pages whose blocks are one story, and the file that runs it."""
-NOT_RUN = {"trl.md": 1}
+NOT_RUN = {"training.md": 1, "trl.md": 1}
 """Blocks that say why they are not run."""
 SHORT = {
     r'"max_steps": \d+': '"max_steps": 1, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 64, '

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from winnow import ConfigError, Trainer
+from winnow.config import validate
 from winnow.engine.local.engine import LocalEngine
+from winnow.env.prompting import encode_prompt
+from winnow.integrations.trl_engine import longest_sequence
 from winnow.run.standalone import evaluate_model
+from winnow.tasks.countdown import Countdown, CountdownConfig
+from winnow.types import Prompt
 
 from .. import parity
 
@@ -60,3 +67,25 @@ def test_inside_trl_it_ends_with_the_training_and_a_resume_has_another(tmp_path:
         assert len(closed) == 2
         assert closed[0] is not closed[1]
     assert trainer.state.global_step == 3
+
+
+class Asking(Countdown):
+    """An environment that asks more than its prompts."""
+
+    def make_env(self, prompt: Prompt) -> Any:
+        return object()
+
+
+def test_inside_trl_vllm_gets_the_longest_prompt_and_completion(tiny_model: Path) -> None:
+    """Or TRL's own limit; None, which is what memory has room for, where an environment decides."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    trainer = SimpleNamespace(args=SimpleNamespace(vllm_max_model_length=None))
+    task = CountdownConfig(train_size=32, test_size=4).build()
+    c = validate({"model": "m", "env": "countdown", "max_completion_length": 24})
+    longest = max(len(encode_prompt(tokenizer, prompt)) for prompt in task.train)
+    assert longest_sequence(trainer, c, task, tokenizer) == longest + 24
+    asking = Asking.__new__(Asking)
+    vars(asking).update(vars(task))
+    assert longest_sequence(trainer, c, asking, tokenizer) is None
+    trainer.args.vllm_max_model_length = 99
+    assert longest_sequence(trainer, c, asking, tokenizer) == 99

@@ -258,7 +258,7 @@ def test_a_usual_yaml_of_trl() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss_type": "cispo"}, "Here use `policy_loss: plain` with `correction: {name: truncate, level: token"),
+        ({"loss_type": "cispo"}, "Here use `policy_loss: {name: cispo, epsilon_high: 5}` with `loss_type: dapo`"),
         ({"loss_type": "bnpo"}, "Here use `loss_type: dapo`"),
         ({"report_to": "all"}, "Here name the trackers"),
         ({"report_to": ["all"]}, "Here name the trackers"),

@@ -169,6 +169,11 @@ class OneTurn:
         return None
 
 
+def has_no_environment(task: Task) -> bool:
+    """Return whether prompts are all that the policy is asked."""
+    return getattr(task.make_env, "__func__", None) is OneTurn.make_env
+
+
 @runtime_checkable
 class Answering(Protocol):
     """A task that extracts answers from completions, for `winnow vote`."""

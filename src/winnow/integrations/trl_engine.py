@@ -17,6 +17,7 @@ from ..base.seconds import Seconds
 from ..base.weights import FiniteWeights, StateWeights, WeightSource, state_once
 from ..config import RunConfig
 from ..config.options import MethodSpec, name_of
+from ..engine import VllmOptions
 from ..engine.base import Engine, close_engine
 from ..engine.facts import end_where_rollouts_do
 from ..engine.initial_model import require_embeddings
@@ -149,7 +150,7 @@ class EngineInTrl:
         # else TRL counts others as cut off
         trainer.eos_token_ids = end_where_rollouts_do(self.model.model, self._tokenizer)
         self._options = engine_for_run(c, Options.from_config(c))
-        if getattr(self._options, "max_length", 0) is None:
+        if isinstance(self._options, VllmOptions) and self._options.max_length is None:
             self._options = replace(self._options, max_length=longest_sequence(trainer, c, task, self._tokenizer))
         self._liger = bool(trainer.args.use_liger_kernel)
         self._compare = not (c.top_k or c.min_p or c.top_p < 1.0)  # TRL's log-probabilities apply temperature only

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..base.seconds import Seconds
 from ..engine.base import Engine, Finished, Reached, engine_seconds
-from ..env.base import ModelTurn, OneTurn, OverlappingEnv, StepResult, Task
+from ..env.base import ModelTurn, OverlappingEnv, StepResult, Task, has_no_environment
 from ..env.private import private_prompt
 from ..env.prompting import cut_at_stop, decode, decode_turns, decode_whole, stop_string_of
 from ..env.rewards.rewarder import Rewarder
@@ -50,8 +50,8 @@ class RolloutRunner:
         self.rewarder = rewarder
         self.options = dict(options)
         self._turn_length = turn_length_of(task)
-        self._one_turn = getattr(task.make_env, "__func__", None) is OneTurn.make_env
-        """Whether the task has no environment at all: then no copy of a row is made for one."""
+        self._one_turn = has_no_environment(task)
+        """Then no copy of a row is made for an environment."""
         self._prompts = PromptTokens(tokenizer)
         check_drafts(self.options.values(), engine.provides)
         self._flights: dict[tuple[str, int], Flight] = {}

@@ -19,7 +19,7 @@ from ..base.machine import MIB, main_memory
 from ..config import RunConfig, validate
 from ..config.options import name_of
 from ..engine.base import Engine, Request
-from ..env.base import Task
+from ..env.base import Task, has_no_environment
 from ..env.prompt_store import StoredPrompts
 from ..env.prompting import encode_observation, encode_prompt
 from ..env.rewards.rewarder import Rewarder
@@ -201,8 +201,8 @@ def _shape(prompt: Prompt) -> tuple[Any, ...]:
 
 def longest_prompt(task: Task, tokenizer: Any) -> int | None:
     """Return the tokens of the task's longest training prompt, of the `COUNTED` with most characters; None if an
-    environment adds to prompts, or none can be encoded."""
-    if task.max_turns > 1:
+    environment asks more than that, or none can be encoded."""
+    if not has_no_environment(task):
         return None
     lengths, _ = _encoded(tokenizer, _longest(task.train, COUNTED))
     return max(lengths, default=None)

@@ -230,7 +230,7 @@ def learner_context(c: RunConfig, options: Options) -> LearnerContext:
 _TABLES = {"env": ENVS, "sync": SYNCS, "engine": ENGINES, "learner": LEARNERS, **tables.TABLES}
 _ORDER = (
     *("env", "selector", "rollout_batch", "group_size", "sync", "engine"),
-    *("gates", "filter", "advantage", "correction", "step_scale", "learner"),
+    *("gates", "filter", "advantage", "policy_loss", "correction", "step_scale", "learner"),
 )
 TABLES: dict[str, Mapping[str, type]] = {key: _TABLES[key] for key in _ORDER}
 """Config field -> its table, in the order a rollout passes them."""
