@@ -48,6 +48,7 @@ class Arm:
     rates: tuple[float, ...] = (1e-4, 2e-4, 4e-4)
 
 
+ONE_PROCESS = ("sync=in_process", "rollout_batch=adaptive", "max_lag=1")
 REUSE = ("policy_loss=clip", "epsilon_high=0.28", "correction=none", "step_scale=ess")
 ARMS: dict[str, Arm] = {
     "base": Arm(),
@@ -74,10 +75,8 @@ ARMS: dict[str, Arm] = {
 
 def spec_of(track: str, arm: Arm, model: str, cap_s: float) -> Spec:
     """Return what all runs of an arm share."""
-    endless = ("max_steps=1000000", "eval_steps=null", "sync=in_process")
-    return Spec(
-        track, "fastest", 0, 0.0, "cpu", model, str(WORK / "trials" / track), cap_s, GROWTH, (*arm.changes, *endless)
-    )
+    changes = (*ONE_PROCESS, *arm.changes, "max_steps=1000000")
+    return Spec(track, "fastest", 0, 0.0, "cpu", model, str(WORK / "trials" / track), cap_s, GROWTH, changes)
 
 
 def ran(track: str, name: str, rates: Sequence[float], seeds: Sequence[int], model: str, cap_s: float) -> None:
@@ -85,7 +84,7 @@ def ran(track: str, name: str, rates: Sequence[float], seeds: Sequence[int], mod
     spec = spec_of(track, ARMS[name], model, cap_s)
     spec = replace(spec, directory=f"{spec.directory}/{name}")
     jobs = [("fastest", rate, seed) for seed in seeds for rate in rates]
-    if not run_all(jobs, spec, records_of(track, name, cap_s), again=False):
+    if not run_all(jobs, spec, records_of(track, name, cap_s), again=False, processes=1):
         raise SystemExit(f"{name}: a run failed")
 
 

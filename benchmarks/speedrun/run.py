@@ -165,8 +165,9 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool) -> bool:
-    """Run the jobs without a record, in their order. Returns whether all succeeded.
+def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool, processes: int | None = None) -> bool:
+    """Run the jobs without a record, in their order. Returns whether all succeeded. `processes`: of a run; None: those
+    of the side.
 
     Sides of one process run side by side, each on a core of its own, so that what disturbs one disturbs the other; a
     side that needs all cores runs by itself.
@@ -192,7 +193,7 @@ def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool) -> bool
 
     def cores_of(side: str) -> int:
         alone = spec.device == "cuda" or track.alone
-        return len(all_cores) if alone else min(track.entries[side].processes, len(all_cores))
+        return len(all_cores) if alone else min(processes or track.entries[side].processes, len(all_cores))
 
     ok = True
     for several, some in groupby(jobs, key=lambda job: cores_of(job[0]) == 1):

@@ -1,0 +1,59 @@
+"""The rule by which a trial is won, lost or undecided."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    import trials
+
+    return trials
+
+
+def runs(differences: list[float], pass_at_8: float = 0.0, base: float = 0.3) -> tuple[list[Any], list[Any]]:
+    """An arm and the base, whose seeds differ more than the arms do."""
+    both = []
+    for sign in (1, 0):
+        both.append(
+            [
+                {"seed": n, "pass@1": base + 0.1 * n + sign * d, "pass@8": 0.5 + 0.1 * n + sign * pass_at_8}
+                for n, d in enumerate(differences)
+            ]
+        )
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize(
+    ("differences", "pass_at_8", "expected"),
+    [
+        ([0.05, 0.051, 0.049], 0.0, "undecided"),  # too few
+        ([0.05, 0.051, 0.049, 0.05], 0.0, "won"),  # clear after four
+        ([0.02, 0.06, 0.04, 0.05], 0.0, "undecided"),  # not clear enough for four
+        ([0.02, 0.06, 0.04, 0.05, 0.03, 0.04], 0.0, "won"),
+        ([0.02, 0.06, 0.04, 0.05, 0.03, 0.04], -0.03, "lost"),  # of variety
+        ([-0.02, -0.06, -0.04, -0.05, -0.03, -0.04], 0.0, "lost"),
+        ([-0.05, -0.051, -0.049, -0.05], 0.0, "lost"),
+        ([0.1, -0.08, 0.02, -0.03, 0.05, -0.06], 0.0, "undecided"),
+    ],
+)
+def test_verdict(trials: Any, differences: list[float], pass_at_8: float, expected: str) -> None:
+    assert trials.verdict(*runs(differences, pass_at_8)) == expected
+
+
+def test_a_rate_is_the_best_on_average_over_both_tuning_seeds(trials: Any) -> None:
+    found = [(1e-4, 0.2), (1e-4, 0.3), (2e-4, 0.1), (2e-4, 0.38), (4e-4, 0.24), (4e-4, 0.22)]
+    assert trials.best_rate([{"rate": rate, "pass@1": passed} for rate, passed in found]) == 1e-4
+
+
+def test_arms_have_as_many_tries_and_seeds_are_unused(trials: Any) -> None:
+    assert {len(arm.rates) for arm in trials.ARMS.values()} == {3}
+    assert not set(trials.SEEDS) & {*trials.TUNING, 0, 1, 2, 3}
