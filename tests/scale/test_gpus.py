@@ -109,7 +109,7 @@ def test_without_a_gpu_samplers_and_ranks_compute_on_the_cpu() -> None:
 
 def test_the_gpu_of_the_learner_counts(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     there = Machine(torch.device("cuda"), threads=1, memory=64 << 30, gpu_memory=80 << 30)
-    monkeypatch.setattr(Machine, "here", lambda device: there)
+    monkeypatch.setattr(Machine, "here", lambda device, **_: there)
     needs = "sync: 2 samplers need 2 CPUs and 2 GPUs, 1 learner need 0 CPUs and 1 GPUs, and the cluster has 8 CPUs"
     with pytest.raises(ConfigError, match=needs):
         Trainer(config=tiny_config | {"sync": {"name": "ray", "samplers": 2}, "max_lag": 1, "correction": "truncate"})
