@@ -23,8 +23,6 @@ FASTEST = (
     *("policy_loss=clip", "epsilon_high=0.28", "correction=none"),
 )
 """`families.tuned.SHARED_TWICE`."""
-OVERLAPPED = ("sync={name: processes, samplers: 1}", "rollout_batch=exact", "max_lag=2")
-"""A sampler on the other core, which goes on while the learner updates."""
 SIDES = ("trl", "trl-winnow", "dapo", "fastest")
 
 
@@ -118,7 +116,7 @@ TRACKS = {
         cap_s=900,
         entries={
             **same_rates((1e-4, 2e-4, 4e-4), 300, "countdown-dapo"),
-            "fastest": Entry((1e-4, 2e-4, 4e-4), 600, "thrifty", OVERLAPPED, processes=2),
+            "fastest": Entry((1e-4, 2e-4, 4e-4), 300, "thrifty"),
         },
         warm_start={"max_steps": 270},
         quick=(0.18, 90),
