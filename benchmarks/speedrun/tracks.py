@@ -116,7 +116,7 @@ TRACKS = {
         cap_s=900,
         entries={
             **same_rates((1e-4, 2e-4, 4e-4), 300, "countdown-dapo"),
-            "fastest": Entry((1e-4, 2e-4, 4e-4), 300, "thrifty"),
+            "fastest": Entry((1e-4, 2e-4, 4e-4), 600, "thrifty"),
         },
         warm_start={"max_steps": 270},
         quick=(0.18, 90),
