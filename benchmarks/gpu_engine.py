@@ -1,11 +1,11 @@
-"""Decode steps and updates on one GPU, beside what its memory and its matrix units allow. Three minutes with a card.
+"""Decode steps and updates on one GPU, and what its memory and its matrix units allow. Three minutes with a card.
 
     python benchmarks/gpu_engine.py --out build/gpu_engine.json
     python benchmarks/gpu_engine.py --device cpu --out build/gpu_engine_cpu.json      # small, to try the script
 
 Every part writes its figures as it ends; one that fails leaves its error, and the next one begins. Needs PyTorch,
 transformers and this checkout on PYTHONPATH, no network. A model of Qwen3-0.6B's shapes with random weights, bfloat16.
-transformers' continuous batching runs beside the engine, and vLLM where it is installed.
+transformers' continuous batching is measured, too, and vLLM where it is installed.
 """
 
 from __future__ import annotations
@@ -107,9 +107,8 @@ def decode_of(card: Card, engine: Any, shape: tuple[int, int, int]) -> Figures:
         engine.submit(requests(rows, prompt, sampled, min(card.model.config.vocab_size, 150)))
         for _ in range(4):
             engine.step()
-        started, steps = time.perf_counter(), 0
         kernels = None if warm else card.kernels(engine.step)
-        started = time.perf_counter()
+        started, steps = time.perf_counter(), 0
         while engine.pending:
             engine.step()
             steps += 1

@@ -111,7 +111,8 @@ def run_job(spec: Spec, record: Path, cores: set[int]) -> bool:
     found = read_json(directory / RUN)
     del found["points"]
     curve = json.loads((directory / CURVE).read_text(encoding="utf-8"))
-    write_json(record, found | {"curve": curve, "load_average": [before, after], "commit": commit()})
+    kept = found | {"curve": curve, "load_average": [before, after], "commit": commit()}
+    write_json(record, json.loads(json.dumps(kept).replace(f"{ROOT}/", "")))  # a machine's paths tell nobody anything
     shutil.rmtree(directory)
     return True
 
