@@ -197,6 +197,7 @@ def test_keys_of_clip_are_those_of_the_configuration() -> None:
     loss = built("clip", epsilon=0.1, epsilon_high=0.3, importance_sampling_level="sequence").policy_loss
     assert loss == Clip(0.1, 0.3, "sequence")
     assert built({"name": "clip", "epsilon": 0.4}).policy_loss == Clip(0.4)
+    assert built({"name": "clip"}, correction="truncate").policy_loss == Clip(), "a section is no change"
     assert isinstance(built("dppo", num_iterations=2, correction="truncate").policy_loss, PolicyLoss)
 
 

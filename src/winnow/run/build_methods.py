@@ -247,7 +247,7 @@ def build_loss(c: RunConfig, options: Options) -> LossConfig:
         given = {key: getattr(c, key) for key in CLIPPING if c.changed([key])}
         own["policy_loss"] = replace(own["policy_loss"], **given)
     loss = LossConfig(**_same_keys(LossConfig, c) | own)
-    limits = c.changed((*CLIPPING, "policy_loss"))
+    limits = c.changed(CLIPPING) or ("" if loss.policy_loss == Clip() else f"policy_loss: {name_of(c.policy_loss)}")
     if loss.ratio_to_learner and c.num_iterations == 1 and limits:
         raise ConfigError(
             f"{limits} has no effect with correction: {name_of(c.correction)} and num_iterations: 1, as only the "
