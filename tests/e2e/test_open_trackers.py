@@ -197,6 +197,9 @@ def test_mlflow(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monk
     import mlflow
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    # Put back after the test: the experiment that is set would hold in this process for other tests' stores, too.
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "0")
+    monkeypatch.setattr(mlflow.tracking.fluent, "_active_experiment_id", None)
     mlflow.set_experiment("mine")
     mine = mlflow.start_run(run_name="attempt")
     mlflow.log_param("learning_rate", 7)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -28,13 +27,6 @@ def _short_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 def metrics(run: Path) -> list[dict[str, float]]:
     lines = metrics_of(run)
     return [line for line in lines if "loss" in line]
-
-
-def decoded(run: Path) -> list[float]:
-    """Return the share of each step's tokens that took a decoding step of their own."""
-    totals = np.array([[0, 0], *((row["num_decoded_tokens"], row["num_tokens"]) for row in metrics(run))])
-    steps = np.diff(totals, axis=0)
-    return list(steps[:, 0] / steps[:, 1])
 
 
 @pytest.mark.cases(one_in=2)
@@ -79,13 +71,19 @@ def test_later_turns_have_drafts_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_drafts_go_along_with_jobs_to_processes(tiny_config: dict[str, Any]) -> None:
-    config = tiny_config | {"speculative": True, "sync": {"name": "processes", "samplers": 1}, "max_lag": 1}
-    config |= {"correction": "truncate", "env": {"name": "countdown", "train_size": 6, "test_size": 8}, "max_steps": 6}
-    config |= REPEATING | {"filter": "keep_all"}
-    Trainer(config=config | {"reward_funcs": [f"{REWARDS}:parity_reward"]}).train()
-    assert_clean(Path(config["output_dir"]))
-    shares = decoded(Path(config["output_dir"]))
-    assert max(shares[-2:]) < 0.8 * shares[0]
+    """Next to a run without any, as the work that one asynchronous step receives varies."""
+    config = tiny_config | {"sync": {"name": "processes", "samplers": 1}, "max_lag": 1, "correction": "truncate"}
+    config |= {"env": {"name": "countdown", "train_size": 6, "test_size": 8}, "max_steps": 6}
+    config |= REPEATING | {"filter": "keep_all", "reward_funcs": [f"{REWARDS}:parity_reward"]}
+    shares = []
+    for drafts in (False, True):
+        run = Path(f"{config['output_dir']}-{drafts}")
+        Trainer(config=config | {"speculative": drafts, "output_dir": str(run)}).train()
+        assert_clean(run)
+        first, *_, last = metrics(run)
+        later = {key: last[key] - first[key] for key in ("num_decoded_tokens", "num_tokens")}
+        shares.append(later["num_decoded_tokens"] / later["num_tokens"])
+    assert shares[1] < 0.9 * shares[0]
 
 
 def test_engines_without_drafts_are_refused(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
