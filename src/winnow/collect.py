@@ -18,7 +18,7 @@ from pydantic import PositiveInt, TypeAdapter
 
 from .base.failpoint import failpoint
 from .base.seconds import RunClock
-from .base.state import STRICT, Count, Loose, State, at
+from .base.state import STRICT, Count, Loose, at
 from .methods.agents import filter_without_row
 from .methods.filter import Filter, checked_verdict
 from .methods.gate import Gate
@@ -28,7 +28,7 @@ from .methods.select import StreamSelector
 from .methods.size import GroupSize, checked_additional_size, checked_size
 from .record.account import Account
 from .record.failures import FailureWatch, cause_of
-from .record.step_metrics import Tally, TokenTotals
+from .record.step_metrics import Tally, TokenState, TokenTotals
 from .record.stop_conditions import Limits, RunStoppedError, StopConditions
 from .reuse import Reuse, UsedState
 from .rollout.in_flight import reward_truncated
@@ -53,8 +53,7 @@ class Batch(NamedTuple):
         return [*self.groups, *self.again]
 
 
-class CollectorState(State):
-    num_tokens: Count
+class CollectorState(TokenState):
     skipped_steps: Count
     solved_steps: Count
     undecided: str
@@ -69,8 +68,6 @@ class CollectorState(State):
     reuse: list[UsedState] | None
     """None without `reuse`."""
     drafts: DraftsState
-    num_decoded_tokens: Count
-    num_computed_tokens: Count | None = None  # earlier versions did not count them
 
 
 class LoopState(CollectorState):
@@ -162,6 +159,7 @@ class Collector:
         failpoint("trained")
         if self.reuse is not None and update["updated"]:
             self.reuse.trained(groups)
+        self.totals.num_teacher_tokens += int(update.get("teacher/tokens", 0))
         useless = self._stop_conditions.of_step(step, groups, update, self.tally)
         self._untrained = self._stop_conditions.untrained(groups, update, self.tally)
         self.stop = self.stop or useless
@@ -347,7 +345,7 @@ class Collector:
     def load_state_dict(self, state: Mapping[str, Any] | CollectorState) -> None:
         """Restore a state. Raises ValueError on one that this configuration cannot have."""
         saved = CollectorState.of(state)
-        self.totals = TokenTotals(saved.num_tokens, saved.num_decoded_tokens, saved.num_computed_tokens)
+        self.totals = TokenTotals.of(saved)
         conditions = self._stop_conditions
         conditions.skipped_steps, conditions.solved_steps = saved.skipped_steps, saved.solved_steps
         if not self.judge.success.declared:

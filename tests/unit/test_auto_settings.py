@@ -34,7 +34,7 @@ from winnow.run.resolve import (
     refuse_changes,
     threads_for,
 )
-from winnow.run.resolved import Machine
+from winnow.run.resolved import Machine, Options
 
 from ..builders.resolving import resolved
 
@@ -296,7 +296,8 @@ class TestActivations:
     ],
 )
 def test_the_engine_by_device_options_and_loss(changes: dict[str, Any], device: str, engine: Any, reason: str) -> None:
-    found, why = choose_engine(config(**changes), PAYS_FROM, device)
+    c = config(**changes)
+    found, why = choose_engine(c, Options.from_config(c), PAYS_FROM, device)
     assert found == engine
     assert reason in why
 
@@ -310,7 +311,7 @@ def test_without_vllm_or_for_a_small_model_the_engine_on_a_gpu_is_the_embedded_o
         ("pip install it", PAYS_FROM, "pip install it"),
         ("", PAYS_FROM - 1, "million parameters"),
     ):
-        engine, why = choose_engine(config(), parameters, "cuda", missing)
+        engine, why = choose_engine(config(), Options.from_config(config()), parameters, "cuda", missing)
         assert engine == "local"
         assert reason in why
 

@@ -123,7 +123,8 @@ def test_auto_is_not_a_vllm_that_is_missing_untested_or_broken(tmp_path: Path, m
         assert why_unusable().startswith(found)
         with pytest.raises(ConfigError, match=re.escape(f"engine: {found}")):
             VllmOptions().build(ModelReference(str(tmp_path), torch.device("cpu")), None)
-    chosen, why = choose_engine(validate({"model": "m", "env": "countdown"}), 10**9, "cuda", why_unusable())
+    config = validate({"model": "m", "env": "countdown"})
+    chosen, why = choose_engine(config, Options.from_config(config), 10**9, "cuda", why_unusable())
     assert chosen == "local"
     assert why.startswith("vLLM is faster on a GPU, but vLLM is installed and cannot be imported (AttributeError")
 

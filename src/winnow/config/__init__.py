@@ -23,7 +23,7 @@ from .options import OF_ADAPTER as OF_ADAPTER
 from .options import AuditConfig as AuditConfig
 from .options import LoraConfig as LoraConfig
 from .options import MethodSpec as MethodSpec
-from .options import Pairs, refuse_truths, success_section, template_text
+from .options import Pairs, TeacherConfig, refuse_truths, success_section, teacher_section, template_text
 from .options import ReuseConfig as ReuseConfig
 from .options import SaveDtype as SaveDtype
 from .options import SuccessConfig as SuccessConfig
@@ -162,6 +162,7 @@ class RunConfig(BaseModel):
     ref_model_mixup_alpha: float = Field(0.6, gt=0, le=1)
     ref_model_sync_steps: int = Field(512, ge=1)
     entropy_coef: float = Field(0.0, ge=0)
+    teacher: Annotated[TeacherConfig | None, BeforeValidator(teacher_section)] = None
 
     # the update
     learning_rate: float = Field(1e-6, ge=0)

@@ -40,8 +40,8 @@ def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
         elif e["loc"][:-1] in methods and not isinstance(e["input"], list):
             if e["loc"][-1] == "str":  # this line stands for a method's other forms, too
                 lines.append(_no_section(key.removesuffix(".str"), "a name, or a section `{name: NAME}`", e["input"]))
-        elif not e["loc"]:
-            lines.append(str(e["msg"]).removeprefix("Value error, "))
+        elif not e["loc"] or (e["type"] == "value_error" and isinstance(e["input"], dict)):  # of a whole section
+            lines.append((f"{key}: " if key else "") + str(e["msg"]).removeprefix("Value error, "))
         else:
             answer = answer_to(str(e["loc"][0]), e["input"])
             lines.append(f"{key}: {e['msg']} (got {e['input']!r})" + (f". Here {answer}." if answer else ""))

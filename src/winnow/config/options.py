@@ -157,6 +157,45 @@ class ReuseConfig(BaseModel):
     audit: float = Field(0.0, ge=0, le=1)
 
 
+class TeacherConfig(BaseModel):
+    """Whose log-probabilities of the sampled tokens the policy learns from; leave `teacher` out to learn from rewards
+    alone."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model: str | None = None
+    """Directory or hub name; with `url`, a name that the server has. None: the policy itself."""
+    url: str | None = None
+    """A vLLM server."""
+    prompt: str | None = Field(None, min_length=1)
+    """What the teacher reads instead of the prompt: text with `{prompt}` and names of columns, e.g. of the answer."""
+    adapter: bool = True
+    """False: the policy without its adapter."""
+    weight: float = Field(1.0, gt=0)
+    """Factor on log teacher - log policy of each token."""
+    reward_weight: float = Field(1.0, ge=0)
+    """Factor on the advantage from rewards; 0: the teacher alone."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for an answer of the server."""
+
+    @model_validator(mode="after")
+    def _is_another(self) -> TeacherConfig:
+        elsewhere = self.model or self.url
+        if not self.adapter and elsewhere:
+            raise ValueError("adapter: false is the policy without its adapter, so it has no model or url; remove them")
+        if not elsewhere and self.adapter and self.prompt is None:
+            raise ValueError("the teacher would be the policy itself; give model, url, prompt or adapter: false")
+        if self.prompt is not None and "{prompt}" not in self.prompt:
+            raise ValueError("prompt: has no {prompt}, where the prompt itself stands; add it")
+        if self.url is None and self.timeout_s != type(self).model_fields["timeout_s"].default:
+            raise ValueError("timeout_s has no effect without url; remove it")
+        return self
+
+
+def teacher_section(given: Any) -> Any:
+    """Expand the short form of `teacher`: a text is its `model`."""
+    return {"model": given} if isinstance(given, str) else given
+
+
 class SuccessConfig(BaseModel):
     """Definition of a right answer: a reward of at least `at_least`, of one function or of the weighted sum of all."""
 

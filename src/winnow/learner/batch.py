@@ -99,6 +99,8 @@ class MicroBatch:
     """None: `advantages_B` are final."""
     rollout_B: torch.Tensor | None = None
     """int64: number of the row's rollout, ascending from 0; None: each row is a rollout."""
+    teacher_logp_BT: torch.Tensor | None = None
+    """Log-probabilities under the teacher, 0 outside the mask; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -222,13 +224,15 @@ class Packing:
         B, T = len(rows), self.longest
         ids = np.full((B, T), pad_id, dtype=np.int64)
         mask = np.zeros((B, T), dtype=bool)
-        logp = np.zeros((B, T), dtype=np.float32)
+        logp, teacher = np.zeros((B, T), dtype=np.float32), np.zeros((B, T), dtype=np.float32)
         for b, row in enumerate(rows):
             rollout, p = row.rollout, len(row.rollout.prompt_ids)
             ids[b, :p] = rollout.prompt_ids
             ids[b, p : row.length] = rollout.token_ids
             mask[b, p : row.length] = rollout.action_mask
             logp[b, p : row.length] = rollout.sampler_logp
+            if row.teacher_logp is not None:
+                teacher[b][mask[b]] = row.teacher_logp
         number_B = [number for number, rollout in enumerate(self.rollouts) for _ in rollout]
         return MicroBatch(
             input_ids_BT=torch.from_numpy(ids).to(device),
@@ -238,6 +242,7 @@ class Packing:
             row_weight_B=torch.tensor([row.weight for row in rows], dtype=torch.float64, device=device),
             rollout_B=None if len(self.rollouts) == B else torch.tensor(number_B, device=device),
             trees=None if self.lanes is None else self._trees(self.lanes, mask, device),
+            teacher_logp_BT=None if rows[0].teacher_logp is None else torch.from_numpy(teacher).to(device),
         )
 
     def _trees(self, lanes: Lanes, mask_BT: np.ndarray, device: torch.device | str) -> PrefixTrees:

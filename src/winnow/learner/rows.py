@@ -38,6 +38,8 @@ class Row:
     """Pool over which the update computes the baseline. `advantage` is then the reward; `weight` includes its scale."""
     rollout_number: int | None = None
     """Number of the rollout that it is a segment of, the same for all its rows; None: it is the only one."""
+    teacher_logp: np.ndarray | None = None
+    """float32 [A]: log-probabilities (nats) of its action tokens under the teacher; None: there is none."""
 
     @property
     def length(self) -> int:
@@ -148,7 +150,7 @@ def token_weights(
 
 
 def with_gradient(rows: Sequence[Row], loss: LossConfig) -> list[Row]:
-    """Return the rows that can contribute a gradient; without KL and entropy terms, advantage 0 contributes none.
+    """Return the rows that can contribute a gradient; without KL, entropy and teacher, advantage 0 contributes none.
 
     A pool contributes no gradient if all its rewards are equal; otherwise all its rows do.
     """

@@ -21,6 +21,7 @@ from .base import Learner, Stats
 from .off_policy import ess_ratio, lag_metrics, log_weights, sampling_metrics
 from .reference_kl import kl_to_reference, penalised
 from .rows import Row, rows_of, with_gradient
+from .teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class OptimizerStep:
     loss: LossConfig
     scale: StepScale
     options: StepOptions
+    teacher: Teacher | None = None
 
     def __call__(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Return the update's metrics; `updated` is 0 when no group had a signal and the optimizer was skipped.
@@ -110,6 +112,9 @@ class OptimizerStep:
             unbiased=o.unbiased,
             equal_groups=self.loss.equal_groups,
         )
+        taught_by: dict[str, float] = {}
+        if self.teacher is not None:
+            rows, taught_by = self.teacher.score(rows, rewarded)
         teaching = with_gradient(rows, self.loss)
         kept = {id(row) for row in teaching}
         taught = {row.rollout_number for row in teaching if row.rollout_number is not None}
@@ -119,6 +124,7 @@ class OptimizerStep:
             "rows_with_gradient": float(len(teaching)),
             "updated": float(bool(teaching)),
             **penalty,
+            **taught_by,
             **self._reference_kl(groups, step),
         }
         if not teaching:
@@ -174,6 +180,8 @@ def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
         metrics |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
     if loss.beta:
         metrics["kl"] = stats.mean("kl")
+    if loss.teacher_weight:
+        metrics["teacher/kl"] = stats.mean("teacher_kl")
     if loss.correction.active:
         metrics["correction/clipped_share"] = stats.mean("correction/clipped", of="correction/clipped_of")
         metrics["correction/masked_share"] = stats.mean("correction/masked", of="correction/masked_of")

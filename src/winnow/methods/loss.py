@@ -37,6 +37,10 @@ class LossConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
     correction: Correction = field(default_factory=NoCorrection)
+    teacher_weight: float = 0.0
+    """Weight of log teacher - log policy in the advantage of each token."""
+    reward_weight: float = 1.0
+    """Weight of the advantage from rewards."""
 
     def __post_init__(self) -> None:
         if self.beta < 0:
@@ -57,7 +61,7 @@ class LossConfig:
     @property
     def only_advantages(self) -> bool:
         """Whether a row with advantage 0 has no gradient at all, so the forward pass can skip it."""
-        return self.beta == 0 and self.entropy_coef == 0
+        return self.beta == 0 and self.entropy_coef == 0 and self.teacher_weight == 0
 
 
 def kl_divergence(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) -> torch.Tensor:

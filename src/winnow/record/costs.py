@@ -26,6 +26,7 @@ PARTS = {
     "environments": "generate/environments",
     "rest of generation": "generate",
     "reuse": "reuse",
+    "teacher": "update/teacher",
     "packing": "update/pack",
     "forward and backward": "update/forward_backward",
     "optimizer": "update/optimizer",
@@ -35,7 +36,7 @@ PARTS = {
     "record": "record",
 }
 """Row -> name of its seconds. A phase that has parts gets what they leave."""
-OPTIONAL = ("engine, not told apart", "reuse")
+OPTIONAL = ("engine, not told apart", "reuse", "teacher")
 """Rows that are left out if they are unknown."""
 
 
@@ -64,7 +65,7 @@ def costs_of(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
             if name.startswith((SECONDS, OF_SAMPLERS)):
                 costs[name] = costs.get(name, 0.0) + value
         costs.pop("num_computed_tokens", None)  # unknown since a step that has none
-        last = ("seconds_total", "num_tokens", "num_computed_tokens")
+        last = ("seconds_total", "num_tokens", "num_computed_tokens", "num_teacher_tokens")
         costs |= {name: metrics[name] for name in last if name in metrics}
     return costs
 
@@ -101,6 +102,8 @@ def tokens_table(costs: Mapping[str, float], trained: float) -> Cells | None:
     if not sampled:
         return None
     counts = {"sampled": sampled, "computed": computed, "trained": trained}
+    if "num_teacher_tokens" in costs:
+        counts["read by the teacher"] = costs["num_teacher_tokens"]
     rows = [
         [name, UNKNOWN, UNKNOWN] if n is None else [name, f"{n:,.0f}", f"{n / sampled:.2f}"]
         for name, n in counts.items()

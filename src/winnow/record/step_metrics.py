@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
+from ..base.state import Count, State
 from ..methods.agents import unrewarded_tokens
 from ..methods.group_kind import GroupJudge
 from ..types import LIMITS, Fate, Group, GroupKind, sum_known
@@ -196,6 +197,15 @@ class Tally:
         return {ZERO: share} | {f"frac_zero_{kind}": self.kinds[kind] / self.judged for kind in kinds}
 
 
+class TokenState(State):
+    """`TokenTotals` in a checkpoint."""
+
+    num_tokens: Count
+    num_decoded_tokens: Count
+    num_computed_tokens: Count | None = None  # earlier versions did not count them
+    num_teacher_tokens: Count = 0
+
+
 @dataclass
 class TokenTotals:
     """Tokens of a run's finished training groups; the fields are metrics, and keys of a checkpoint."""
@@ -206,18 +216,25 @@ class TokenTotals:
     """Sampled, but neither accepted from a draft nor decoded together with a sibling's."""
     num_computed_tokens: int | None = 0
     """Positions that went through the model to sample them: decoded, prefilled, read as a draft. None: unknown."""
+    num_teacher_tokens: int = 0
+    """Read by a teacher."""
+
+    @classmethod
+    def of(cls, saved: TokenState) -> TokenTotals:
+        return cls(**{field.name: getattr(saved, field.name) for field in fields(cls)})
 
     def add(self, tally: Tally) -> None:
-        """Add a step."""
+        """Add what a step sampled."""
         self.num_tokens += tally.sampled_tokens
         self.num_decoded_tokens += tally.decoded_tokens
         self.num_computed_tokens = sum_known(self.num_computed_tokens, tally.computed_tokens)
 
     def metrics(self) -> dict[str, float]:
         """Return the known ones. Decoded tokens alone would count a draft that was read as free."""
-        if self.num_computed_tokens is None:
-            return {"num_tokens": self.num_tokens}
-        return asdict(self)
+        counts = asdict(self)
+        unknown = ["num_decoded_tokens", "num_computed_tokens"] if self.num_computed_tokens is None else []
+        unused = [] if self.num_teacher_tokens else ["num_teacher_tokens"]
+        return {name: count for name, count in counts.items() if name not in (*unknown, *unused)}
 
 
 def _zero_share(kinds: Counter[GroupKind]) -> float | None:

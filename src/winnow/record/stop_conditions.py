@@ -57,6 +57,8 @@ class Limits:
     max_skipped_steps: int
     mask_truncated: bool = False
     """Whether truncated completions are left out of the loss."""
+    teacher: bool = False
+    """Whether a teacher makes every rollout teach."""
     no_fault: frozenset[str] = frozenset()
     """Reasons of failed rollouts that do not count towards `max_failed_share`."""
 
@@ -137,7 +139,8 @@ class StopConditions:
 
         An update without any signal, by a KL or entropy term alone, counts as skipped.
         """
-        taught, kinds = bool(update["updated"]) and any(self._judge.teaches(g) for g in groups), tally.kinds
+        signal = self._limits.teacher or any(self._judge.teaches(g) for g in groups)
+        taught, kinds = bool(update["updated"]) and signal, tally.kinds
         solved = not taught and 0 < tally.groups == kinds[GroupKind.EASY]
         self.skipped_steps = 0 if taught else self.skipped_steps + 1
         self.solved_steps = self.solved_steps + 1 if solved else 0

@@ -7,18 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
 from ..base.errors import ConfigError
-from ..base.weights import is_finite, weights_digest
+from ..base.weights import weights_digest
 from ..config import RunConfig
-from ..config.options import LoraConfig, name_of
+from ..config.options import name_of
 from ..engine.base import Engine, close_engine
 from ..engine.facts import end_where_rollouts_do
 from ..engine.initial_model import require_embeddings
-from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, peft_config, require_finite
-from ..engine.lora import TRAINED, Adapter, with_adapter
+from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, require_finite
+from ..engine.lora import TRAINED, Adapter
 from ..engine.pretrained import located
 from ..engine.skeleton import as_zeros, in_files, unloaded
 from ..engine.template import with_template
@@ -27,8 +24,10 @@ from ..env.rewards.overlong import SoftOverlong
 from ..env.rewards.rewarder import Rewarder, RewardSpec
 from ..env.rewards.workers import RewardWorkers
 from ..learner import Learner, Policy
+from ..learner.adapters import adapted
 from ..learner.agreement import Agreement
 from ..learner.local.reference import frozen_copy
+from ..learner.teacher import Teacher, build_teacher
 from ..methods.gate.audit import rules_of
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.runner import RolloutRunner
@@ -64,6 +63,7 @@ class Parts:
     sampler: Sampler
     origin: str
     """Digest of the weights that adapters or a KL penalty refer to."""
+    teacher: Teacher | None = None
     agreement: Agreement | None = None
     """Result of the last comparison of sampler and learner."""
     probed: list[Rollout] = field(default_factory=list)
@@ -78,6 +78,7 @@ class Parts:
     def fingerprints(self) -> dict[str, str]:
         """Digests that must be unchanged at a resume."""
         own = {"base model": self.origin, "reward functions": self.rewarder.fingerprint()}
+        own |= {"teacher": self.teacher.digest} if self.teacher is not None else {}
         return fingerprints(self.task, self.tokenizer) | own
 
     def require_same(self, saved: Mapping[str, str]) -> None:
@@ -177,10 +178,21 @@ def build(
         ),
     )
     parts = Parts(r, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)
+    parts.teacher = _teacher_of(r, learner, policy, task)
     if engine is not None:
         engine.load_weights(learner.weights(), 0)
         parts.compare()
     return parts
+
+
+def _teacher_of(r: Resolved, learner: Learner, policy: Policy, task: Task) -> Teacher | None:
+    c = r.config
+    if c.teacher is None:
+        return None
+    options = learner_context(c, r.options).options_for(policy)
+    return build_teacher(
+        c.teacher, learner, policy.tokenizer, task, temperature=c.temperature, longest=c.longest, options=options
+    )
 
 
 def require_held_out(task: Task) -> None:
@@ -232,7 +244,6 @@ def build_learner(policy: Policy, r: Resolved) -> Learner:
 
 # ---------------------------------------------------------------- policy and engine
 
-ADAPTERS = "adapter_model.safetensors"
 PLAINLY = frozenset({"r", "lora_alpha", "lora_dropout", "target_modules"})
 """Adapter settings that an engine applies by itself."""
 
@@ -294,8 +305,15 @@ def _read_by_ranks(r: Resolved, saved: Path | None, tokenizer: Any) -> Policy | 
     if c.lora is None:
         return replace(policy, reference_files=first.absolute(), origin=digest)
     with as_zeros(model):
-        adapted = with_lora(model, c, None, saved, tokenizer).model
-    return replace(policy, model=adapted, origin=digest)
+        trained = with_lora(model, c, None, saved, tokenizer).model
+    return replace(policy, model=trained, origin=digest)
+
+
+def with_lora(base: Any, c: RunConfig, adapter: Adapter | None, saved: Path | None, tokenizer: Any) -> Policy:
+    """Return the policy over `base` with its adapter, as `adapted` gives it."""
+    assert c.lora is not None
+    model, reference, origin = adapted(base, c.lora, adapter, saved, keep_reference=c.keeps_reference)
+    return Policy(model, tokenizer, reference, origin)
 
 
 def build_engine(engine: Any, c: RunConfig, model: ModelReference, tokenizer: Any) -> Engine:
@@ -324,74 +342,3 @@ def check_adapters(r: Resolved) -> None:
             f"lora: merge: false publishes adapters alone, and this one has {special[0]} (adapter_config.json), which "
             "the engine would not apply; set lora.merge: true"
         )
-
-
-def with_lora(base: Any, c: RunConfig, adapter: Adapter | None, saved: Path | None, tokenizer: Any) -> Policy:
-    """Return the policy over `base` with a fresh adapter, or with `adapter`, which is trained further.
-
-    `saved`: directory of trained adapter weights; settings come from `lora` and `adapter`. A fresh adapter's reference
-    is the model without it; that of `adapter` is a frozen copy of both. Raises ConfigError on layers that are missing
-    or cannot have adapters, and on saved adapters of another kind.
-    """
-    assert c.lora is not None
-    reference, tied = None, base.get_input_embeddings().weight
-    if adapter is None:
-        origin = weights_digest(base.state_dict())
-        options = peft_config(c.lora)
-        import peft
-
-        model = peft.get_peft_model(base, options)
-    else:
-        adapter.require_trainable(adapter.read())
-        model = with_adapter(base, adapter, c.lora.dropout or 0.0)
-        origin = weights_digest(model.state_dict())
-        reference = frozen_copy(model.get_base_model()) if c.keeps_reference else None
-    _require_adaptable(base, model, c.lora, tied)
-    if saved is not None:
-        _load(model, saved / ADAPTERS)
-    return Policy(model, tokenizer, reference, origin)
-
-
-def _require_adaptable(base: Any, model: Any, lora: LoraConfig, tied: Any) -> None:
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
-    for target in lora.target_modules if isinstance(lora.target_modules, list) else []:
-        if not any(f".{name}".endswith(f".{target}") for name in adapted):
-            raise ConfigError(f"lora: target_modules: the model has no module '{target}'; name one that it has")
-    _refuse_fused(base, adapted)
-    for name, module in adapted.items():
-        if module.get_base_layer().weight is tied:
-            raise ConfigError(
-                f"lora: target_modules: {name.rpartition('.')[2]} is the embedding, or tied to it, and cannot have an "
-                "adapter here; leave it out"
-            )
-
-
-def _load(model: Any, file: Path) -> None:
-    import peft
-
-    try:
-        saved = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error})") from None
-    own = peft.get_peft_model_state_dict(model)
-    kinds = [{name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} for state in (own, saved)]
-    different = sorted({name for name, _ in kinds[0].items() ^ kinds[1].items()})
-    if different:
-        raise ConfigError(f"{file}: not the adapters of this configuration; differs in {', '.join(different[:3])}")
-    for name, tensor in saved.items():
-        if not is_finite(tensor):
-            raise ConfigError(f"{file}: {name} is not finite")
-    peft.set_peft_model_state_dict(model, saved)
-
-
-def _refuse_fused(base: Any, adapted: Mapping[str, Any]) -> None:
-    fused = [name for name, module in adapted.items() if hasattr(module, "parameter_name")]
-    if not fused:  # peft wraps a single tensor of a module this way
-        return
-    name = next((name for name in fused if "experts" in name), fused[0])
-    tensor = f"{name.removesuffix('.base_layer').removeprefix('base_model.model.')}.{adapted[name].parameter_name}"
-    layers = dict.fromkeys(name.rpartition(".")[2] for name in adapted if name not in fused)
-    raise ConfigError(
-        f"lora: target_modules: {type(base).__name__} keeps its experts as single tensors ({tensor}), which "
-        f"cannot have adapters here; name its layers, e.g. target_modules: [{', '.join(layers) or 'q_proj'}]"
-    )

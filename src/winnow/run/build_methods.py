@@ -19,9 +19,9 @@ from ..config.options import MethodSpec, name_of, section_of
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..learner.step import StepOptions
-from ..methods.advantage import Advantage
+from ..methods.advantage import Advantage, InUpdate
 from ..methods.base import Chart, RunFacts
-from ..methods.correct import StepScale
+from ..methods.correct import OverBatch, StepScale
 from ..methods.filter import AllOf, Filter
 from ..methods.gate import Gate, GateContext, NamedRule, RuleError, check_rule
 from ..methods.gate.audit import Audits, SkipAudit, StopAudit
@@ -236,13 +236,39 @@ def step_options(c: RunConfig, options: Options) -> StepOptions:
     return StepOptions(**_same_keys(StepOptions, c) | own)
 
 
+def _check_teacher(c: RunConfig, options: Options) -> None:
+    """Raise ConfigError where a setting contradicts advantages of single tokens, or whole distributions."""
+    if c.teacher is None:
+        return
+    (advantage,), (correction,) = options.methods["advantage"], options.methods["correction"]
+    if isinstance(advantage, InUpdate):
+        raise ConfigError(
+            f"teacher: gives advantages of tokens, and advantage: {name_of(c.advantage)} finds a baseline of whole "
+            "rollouts in the update; choose another advantage, e.g. rloo"
+        )
+    if isinstance(correction, OverBatch) or getattr(correction, "only_negative", False):
+        raise ConfigError(
+            f"teacher: gives advantages of tokens, and correction: {name_of(c.correction)} goes by the sign of the "
+            "rollout's; choose another, e.g. truncate"
+        )
+    if cut := c.changed(("top_p", "top_k", "min_p", "repetition_penalty")):
+        raise ConfigError(f"teacher: is compared with the policy's whole distribution, and {cut} changes it; remove it")
+    if c.teacher.url is not None and (other := c.changed(("temperature",))):
+        raise ConfigError(f"teacher: url: the server's log-probabilities are those at temperature 1, not {other}")
+    if not c.teacher.adapter and (c.lora is None or c.lora.resume):
+        raise ConfigError("teacher: adapter: false needs lora with a fresh adapter; give the teacher as model")
+
+
 def build_loss(c: RunConfig, options: Options) -> LossConfig:
     """Build the loss. Raises ConfigError on an unknown correction, or a ratio that is always 1 or is missing."""
+    _check_teacher(c, options)
     own = {
         "beta": 0.0 if c.kl_in_reward else c.beta,
         "correction": options.methods["correction"][0],
         "policy_loss": options.methods["policy_loss"][0],
     }
+    if c.teacher is not None:
+        own |= {"teacher_weight": c.teacher.weight, "reward_weight": c.teacher.reward_weight}
     if isinstance(own["policy_loss"], Clip):
         given = {key: getattr(c, key) for key in CLIPPING if c.changed([key])}
         own["policy_loss"] = replace(own["policy_loss"], **given)
@@ -287,12 +313,17 @@ def build_collector(
         refill_round=max(m.rollout_batch.size, c.prompts_per_step),
         ledger=ledger,
         judge=m.judge,
-        limits=limits or Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, c.mask_truncated_completions),
+        limits=limits or _limits(c),
         gates=m.gates,
         audits=m.audits,
         reuse=reuse,
         drafts=Drafts(c.speculative),
     )
+
+
+def _limits(c: RunConfig) -> Limits:
+    masked = c.mask_truncated_completions
+    return Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, masked, teacher=c.teacher is not None)
 
 
 # ---------------------------------------------------------------- settings of a profile

@@ -21,7 +21,6 @@ from ..engine import ENGINES, LocalOptions, VllmOptions
 from ..engine.initial_model import InitialModel
 from ..engine.vllm.options import ALONE, SHARED
 from ..learner.step import scheduled_lr
-from ..methods.policy_loss import POLICY_LOSSES, PolicyLoss
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..sampler import Processes
 from .budget import AT_LEAST, AT_MOST, GIB, Budget, Shapes, engine_bytes
@@ -64,7 +63,7 @@ def resolve(
     spec, engine = c.engine, options.engine
     if name_of(spec) == AUTO:
         where = machine.device.type if alone else _sampler_device(options, machine.device.type)
-        spec, because = choose_engine(c, parameters, where, machine.no_vllm)
+        spec, because = choose_engine(c, options, parameters, where, machine.no_vllm)
         why |= {"engine": because} if on_gpu else {}
         engine = method(ENGINES, spec, "engine")
 
@@ -73,7 +72,7 @@ def resolve(
     engine_follows = dtype == "auto" or (on_gpu and not resumed)
     if dtype == "auto":
         dtype, why["dtype"] = preferred, why_preferred
-    if engine_follows and dtype == "bfloat16" and _may_round(c, engine):
+    if engine_follows and dtype == "bfloat16" and _may_round(options, engine):
         spec, engine = section_of(spec) | {"dtype": dtype}, replace(engine, dtype=dtype)
 
     threads = c.threads
@@ -112,21 +111,23 @@ def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = Fal
 # ---------------------------------------------------------------- engine
 
 
-def choose_engine(c: RunConfig, parameters: int, device: str, no_vllm: str = "") -> tuple[MethodSpec, str]:
+def choose_engine(
+    c: RunConfig, options: Options, parameters: int, device: str, no_vllm: str = ""
+) -> tuple[MethodSpec, str]:
     """Return what `engine: auto` becomes, and why.
 
     `device`: device type of samplers. `no_vllm`: why it cannot be used; empty where it can. Options given
     with `name: auto` are kept; one that vLLM does not have selects the embedded engine.
     """
-    options = section_of(c.engine)
-    del options["name"]
-    unknown = set(options) - {option.name for option in dataclasses.fields(VllmOptions)}
+    given = section_of(c.engine)
+    del given["name"]
+    unknown = set(given) - {option.name for option in dataclasses.fields(VllmOptions)}
     name, why = "local", ""
     if device != "cuda":
         why = f"samplers are on {device}"
     elif unknown:
         why = f"vLLM has no option {min(unknown)}"
-    elif _uncorrected(c):
+    elif options.uncorrected:
         why = "policy_loss: plain without a correction needs an engine that rounds as the learner does"
     elif c.speculative:
         why = "speculative needs an engine that reads drafts"
@@ -136,7 +137,7 @@ def choose_engine(c: RunConfig, parameters: int, device: str, no_vllm: str = "")
         why = f"vLLM is faster on a GPU, but {no_vllm}"
     else:
         name, why = "vllm", "samplers are on a GPU, and vLLM is installed"
-    return ({"name": name} | options if options else name), why
+    return ({"name": name} | given if given else name), why
 
 
 def engine_for_run(c: RunConfig, options: Options, *, alone: bool = False) -> Any:
@@ -159,16 +160,10 @@ def _sampler_device(options: Options, learner: str) -> str:
     return "cuda" if getattr(options.sync, "num_gpus", None) else learner
 
 
-def _may_round(c: RunConfig, engine: Any) -> bool:
+def _may_round(options: Options, engine: Any) -> bool:
     """Whether the embedded engine may compute in bfloat16: its type is not set, and the loss weights tokens by the
     ratio of the learner's probability to the engine's. vLLM uses the saved model's dtype by default."""
-    return isinstance(engine, LocalOptions) and engine.dtype is None and not _uncorrected(c)
-
-
-def _uncorrected(c: RunConfig) -> bool:
-    """Whether no ratio of the loss corrects for the engine's rounding of probabilities."""
-    loss: PolicyLoss = method(POLICY_LOSSES, c.policy_loss, "policy_loss")
-    return not loss.has_ratio and name_of(c.correction) == "none"
+    return isinstance(engine, LocalOptions) and engine.dtype is None and not options.uncorrected
 
 
 # ---------------------------------------------------------------- type and threads

@@ -83,6 +83,11 @@ class Options:
         return getattr(self.methods["advantage"][0], "weighing", None) == "gradient"
 
     @property
+    def uncorrected(self) -> bool:
+        """Whether no ratio of the loss corrects for the engine's rounding of probabilities."""
+        return not (self.methods["policy_loss"][0].has_ratio or self.methods["correction"][0].active)
+
+    @property
     def ranks(self) -> int:
         """GPUs that shard weights, gradients and optimizer."""
         ranks: Any = getattr(self.learner, "fsdp_size", None) or getattr(self.learner, "ranks", 1)

@@ -164,7 +164,8 @@ class Session:
         asynchronous = parts.resolved.options.asynchronous
         prompts = prompts_of(parts.task)
         collector = build_collector(c, m, parts.sampler, self.ledger, prompts, asynchronous=asynchronous, reuse=reuse)
-        step = OptimizerStep(parts.learner, m.advantage, m.loss, m.step_scale, step_options(c, parts.resolved.options))
+        options = step_options(c, parts.resolved.options)
+        step = OptimizerStep(parts.learner, m.advantage, m.loss, m.step_scale, options, parts.teacher)
         hooks = Hooks(
             begin=lambda step: self._notify("on_step_begin"),
             published=self._compare_again,

@@ -3,74 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...base.failpoint import failpoint
 from ...base.machine import gpu_memory_since
 from ...base.seconds import Seconds
 from ...base.weights import StateWeights, WeightSource, adapters_of, save_tensors, state_once
-from ...engine.loading import prepare_cuda
-from ...engine.saving import Types, save_whole
-from ...engine.skeleton import for_trials
+from ...engine.saving import save_whole
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, Sampled, kl_loss
 from ..base import UPDATE_SECONDS, Sizes, Stats, update_metrics
-from ..batch import MicroBatch, PassLimits, Pools, micro_batches, packed
+from ..batch import MicroBatch, Pools, micro_batches
 from ..rows import Row
-from .eval_mode import WideAttention, checkpoint_layers, train_adapter_dropout, without_adapter_dropout
-from .forward import Body, can_share, head_is_linear, predictions
-from .logprob import TokenDistribution, token_logp
+from .eval_mode import checkpoint_layers, train_adapter_dropout, without_adapter_dropout
+from .logprob import TokenDistribution
 from .loss_scale import LossScale
 from .merged import MergedWeights
 from .optimal_baseline_update import Batched, RowByRow, alone_is_faster, batched_if_exact
 from .optimizer import Optimizer, load_state, make_optimizer, saved_state, set_learning_rate
 from .recompute import recomputing
 from .reference import load_reference, mix, save_reference
+from .scorer import LearnerOptions as LearnerOptions
+from .scorer import Scorer
 from .token_baselines import TokenBaselines
-from .update_stats import book, correction_weights, evidence, spread
+from .update_stats import book, correction_weights, evidence
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 FILE_BYTES = 4 << 30
 """Maximum bytes of a checkpoint's model file when it comes from a GPU."""
 
 
-@dataclass(frozen=True)
-class LearnerOptions:
-    optim: str = "adamw_torch_fused"
-    optim_args: Mapping[str, Any] = field(default_factory=dict)
-    """Optimizer arguments without a key of their own."""
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
-    """None: no clipping."""
-    compute_dtype: torch.dtype = torch.float32
-    """bfloat16, float16: forward and backward under autocast; weights and optimizer stay float32."""
-    matmul_precision: str = "highest"
-    """Precision of the update's float32 products; `medium` uses bfloat16 units (AMX, tensor cores) if available."""
-    gradient_checkpointing: bool = False
-    deterministic: bool = False
-    """On a GPU: use only kernels with a fixed order of additions."""
-    tokens_per_microbatch: int = 16_384
-    """Padded tokens of one forward and backward pass; a longer row runs alone."""
-    pad_id: int = 0
-    merge_adapters: bool = True
-    """Publish whole weights under LoRA too; otherwise only adapters."""
-    save_types: Types = field(default_factory=dict)
-    """Dtypes of an exported model; empty: those of the learner."""
-
-
-class LocalLearner:
+class LocalLearner(Scorer):
     """See `Learner`. `model` is a Hugging Face causal LM, possibly wrapped by peft; it is trained in place.
 
     It stays in eval mode (see `eval_mode`): the trained policy must be the one that sampled.
@@ -83,20 +54,12 @@ class LocalLearner:
         options: LearnerOptions,
         reference: torch.nn.Module | None = None,
     ) -> None:
-        self.model = model
-        self.distribution = distribution
-        self.options = options
+        super().__init__(model, distribution, options)
         self.reference = reference
         self._reference_moved = False
-        self._causal_lm: Any = model.get_base_model() if hasattr(model, "peft_config") else model
-        model.eval()
-        if self.device.type == "cuda":
-            prepare_cuda(deterministic=options.deterministic)
-        self._try_out()
+        self._recomputing = None if options.gradient_checkpointing else recomputing(self._causal_lm)
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
-        parameters, device = sum(p.numel() for p in model.parameters()), self.device.type
-        self._limits = PassLimits.for_model(options.tokens_per_microbatch, parameters, share=self._share, device=device)
         train_adapter_dropout(model)
         self._place()
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -115,18 +78,8 @@ class LocalLearner:
             args=options.optim_args,
         )
 
-    def _try_out(self) -> None:
-        tried, n_tokens = for_trials(self._causal_lm, self.distribution.n_tokens, self.device)
-        self._own_head = head_is_linear(tried, n_tokens)
-        self._share = can_share(tried, self._body(tried), n_tokens)
-        self._recomputing = None if self.options.gradient_checkpointing else recomputing(self._causal_lm)
-
     def _place(self) -> None:
         """Hook for sharding weights over ranks; called once, before the optimizer is made."""
-
-    @property
-    def device(self) -> torch.device:
-        return next(self._causal_lm.parameters()).device
 
     @property
     def sizes(self) -> Sizes:
@@ -215,23 +168,6 @@ class LocalLearner:
             raise FloatingPointError(f"the loss is {total.item()}; no update was made")
         (total if self._scale is None else total * self._scale.factor).backward()
 
-    @contextmanager
-    def _kernels(self) -> Iterator[None]:
-        """Set matmul precision and CPU attention: below the highest precision, fused attention is slower than plain."""
-        previous, precision = torch.get_float32_matmul_precision(), self.options.matmul_precision
-        on_cpu, o = self.device.type == "cpu", self.options
-        # It does not apply in backward passes, so recomputed layers would miss it.
-        wide = on_cpu and o.compute_dtype == torch.bfloat16 and not o.gradient_checkpointing
-        torch.set_float32_matmul_precision(precision)
-        try:
-            with (
-                sdpa_kernel(SDPBackend.MATH) if on_cpu and precision != "highest" else nullcontext(),
-                WideAttention() if wide else nullcontext(),
-            ):
-                yield
-        finally:
-            torch.set_float32_matmul_precision(previous)
-
     def _loss(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> torch.Tensor:
         """Return all loss terms summed over tokens, weighted by `row_weight_B`. Shifted: column t predicts t + 1."""
         mask = batch.mask_BT[:, 1:]
@@ -239,11 +175,15 @@ class LocalLearner:
             batch, with_entropy_grad=loss.entropy_coef != 0, squares=batch.pools is not None
         )
         weights, old_logp = correction_weights(batch, loss, logp, stats)
-        advantages = batch.advantages_B[:, None]
+        advantages = loss.reward_weight * batch.advantages_B[:, None]
         if batch.pools is not None:
             baselines = self._token_baselines(batch, loss, logp, squares, weights)
             advantages = advantages - baselines
             stats.baselines.append(baselines[mask])
+        if batch.teacher_logp_BT is not None:
+            log_ratio = batch.teacher_logp_BT[:, 1:] - logp.detach()
+            advantages = advantages + loss.teacher_weight * log_ratio
+            stats.add("teacher_kl", -float((log_ratio * mask).sum()))
         advantages, row_weight_B = advantages.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
         sampled = Sampled(logp, old_logp, advantages, weights, mask, batch.rollout_B)
         per_token, clipped = loss.policy_loss(sampled)
@@ -259,21 +199,6 @@ class LocalLearner:
         return total
 
     @torch.no_grad()
-    def batch_logp(self, batch: MicroBatch) -> torch.Tensor:
-        """Return log-probabilities of the tokens after the first, [B, T-1], 0 outside the mask."""
-        with self._kernels():
-            return self._logp(batch)[0]
-
-    def logp(self, rows: Sequence[Row], *, raw: bool = False) -> list[torch.Tensor]:
-        used = self.distribution
-        self.distribution = TokenDistribution(used.n_tokens) if raw else used
-        try:
-            with without_adapter_dropout(self.model):
-                return self._of_rows(rows, self.batch_logp)
-        finally:
-            self.distribution = used
-
-    @torch.no_grad()
     def reference_logp(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         with self._kernels():
             return self._of_rows(rows, self._under_reference)
@@ -284,41 +209,6 @@ class LocalLearner:
         mix(self.reference, self.model, alpha)
         self._reference_moved = True
 
-    def _of_rows(self, rows: Sequence[Row], logp: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
-        """Return the values of `logp`, [B, T-1], at the action tokens of each row."""
-        by_row: dict[int, torch.Tensor] = {}
-        for packing in packed(rows, self._limits):
-            batch = packing.micro_batch(self.options.pad_id, self.device)
-            logp_BT, mask_BT = logp(batch), batch.mask_BT[:, 1:]
-            for row, logp_T, mask_T in zip(packing.rows, logp_BT, mask_BT, strict=True):
-                by_row[id(row)] = logp_T[mask_T]
-        return [by_row[id(row)] for row in rows]
-
-    def _logp(
-        self, batch: MicroBatch, *, with_entropy_grad: bool = False, squares: bool = False, model: Any = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return `of_tokens` as [B, T-1], 0 outside the mask; float32, or float64 for a float64 model."""
-        model = model or self._causal_lm
-        mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
-        with self._autocast():
-            wide = self.options.compute_dtype == torch.float32
-            dtype = model.dtype if wide else self.options.compute_dtype
-            states_PH, state_N = predictions(self._body(model), batch, dtype)
-            head = model.get_output_embeddings() if self._own_head else torch.nn.Identity()
-            context = self.distribution.context(batch.input_ids_BT, batch.mask_BT)
-            logp_N, entropy_N, squares_N = token_logp(
-                states_PH, head, targets[mask], self.distribution, context, state_N=state_N, squares=squares
-            )
-        entropy_N = entropy_N if with_entropy_grad else entropy_N.detach()
-        logp, entropy, squared = (spread(mask, values) for values in (logp_N, entropy_N, squares_N))
-        return logp, entropy, squared
-
-    def _body(self, model: Any) -> Body:
-        """Return the forward to hidden states, or to logits if the class does more than multiply by the head."""
-        if self._own_head:
-            return lambda **inputs: model.get_decoder()(**inputs).last_hidden_state
-        return lambda **inputs: model(**inputs).logits
-
     @torch.no_grad()
     def _under_reference(self, batch: MicroBatch) -> torch.Tensor:
         if self.reference is not None:
@@ -327,11 +217,6 @@ class LocalLearner:
             raise ValueError("there is no reference model; set beta or reference_kl_steps")
         with self.model.disable_adapter():
             return self._logp(batch)[0]
-
-    def _autocast(self) -> Any:
-        if self.options.compute_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.options.compute_dtype)
 
     def apply(self, lr: float) -> float:
         with self.seconds.phase("optimizer"):
