@@ -57,10 +57,10 @@ class Limits:
     max_skipped_steps: int
     mask_truncated: bool = False
     """Whether truncated completions are left out of the loss."""
-    teacher: bool = False
-    """Whether a teacher makes every rollout teach."""
     no_fault: frozenset[str] = frozenset()
     """Reasons of failed rollouts that do not count towards `max_failed_share`."""
+    teacher: bool = False
+    """Whether a teacher makes every rollout teach."""
 
 
 class StopConditions:
