@@ -3,8 +3,8 @@
     python benchmarks/distill.py            # the teacher, three rates an arm on seed 9, then seeds 0 and 1; 15 minutes
 
 The teacher is Countdown's warm start after DAPO; the policy has a quarter of its parameters. All arms have the same
-warm start, prompts, steps and evaluations. Rates are chosen by the mean of held-out pass@1 over the tuning run. Two
-runs at a time, one thread each. A finished run is not run again.
+warm start, prompts and about as many sampled tokens. Rates are chosen by the mean of held-out pass@1 over the tuning
+run. Two runs at a time, one thread each. A finished run is not run again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from harness import ROOT, machine, write_json
 
 WORK = ROOT / "build" / "distill"
 OUT = ROOT / "benchmarks" / "results" / "distill.json"
-STEPS, EVERY, LEVEL = 60, 5, 0.25
+STEPS = {"reward": 80, "teacher": 320, "both": 320}
+"""About as many sampled tokens: DAPO rolls out several groups for one with a signal."""
+EVALUATIONS, LEVEL = 16, 0.1
 TUNING, SEEDS = 9, (0, 1)
-RATES = (5e-4, 1e-3, 2e-3)
+RATES = (1e-4, 2e-4, 4e-4)
 TASK = ("env.train_size=4096", "env.test_size=512", "eval_prompts=256", "eval_greedy=false", "threads=1")
 ALONE = ("filter=keep_all", "teacher.reward_weight=0")
 ARMS: dict[str, tuple[str, ...]] = {"reward": (), "teacher": ALONE, "both": ("filter=keep_all",)}
@@ -42,7 +44,7 @@ def train(directory: Path, *changes: str) -> Path:
     return directory / "model"
 
 
-def make_model(name: str, **options: Any) -> Path:
+def make_model(name: str, max_steps: int, **options: Any) -> Path:
     from winnow.config import load_config
     from winnow.run.inputs import build_demonstrator
     from winnow.study.warm_start import WarmStartConfig, warm_start
@@ -50,13 +52,16 @@ def make_model(name: str, **options: Any) -> Path:
     path = WORK / name
     if not (path / "config.json").exists():
         recipe = load_config(ROOT / "recipes" / "countdown-dapo.yaml", [*TASK, f"model={path}"])
-        warm_start(build_demonstrator(recipe.env), path, config=WarmStartConfig(max_steps=270, threads=1, **options))
+        warm_start(
+            build_demonstrator(recipe.env), path, config=WarmStartConfig(max_steps=max_steps, threads=1, **options)
+        )
     return path
 
 
 def run_arm(arm: str, rate: float, seed: int) -> None:
     teacher = () if arm == "reward" else (f"teacher.model={WORK / 'teacher' / 'model'}",)
-    steps = (f"max_steps={STEPS}", f"eval_steps={EVERY}", f"learning_rate={rate}", f"seed={seed}")
+    every = STEPS[arm] // EVALUATIONS
+    steps = (f"max_steps={STEPS[arm]}", f"eval_steps={every}", f"learning_rate={rate}", f"seed={seed}")
     train(directory_of(arm, rate, seed), f"model={WORK / 'small'}", *steps, *teacher, *ARMS[arm])
 
 
@@ -107,8 +112,8 @@ def main() -> None:
         arm, rate, seed = options.one
         run_arm(arm, float(rate), int(seed))
         return
-    make_model("small", hidden_size=64, intermediate_size=192, num_layers=2)
-    start = make_model("large")
+    make_model("small", 900, hidden_size=64, intermediate_size=192)
+    start = make_model("large", 270)
     train(WORK / "teacher", f"model={start}", "max_steps=250", "learning_rate=2e-4", "eval_steps=50", "seed=100")
     run_all([(arm, rate, TUNING) for rate in RATES for arm in ARMS])
     tuned = [figures(arm, rate, TUNING) for arm in ARMS for rate in RATES]
