@@ -21,7 +21,7 @@ from winnow.record.ledger import Ledger
 from winnow.study.report import write_report
 
 from ..builders.runs import WALL_CLOCK, assert_clean, fingerprint, metrics_of
-from .variants import PROFILE, Settings
+from .variants import MODEL, PROFILE, Settings
 from .world import World
 
 STEPS = 3
@@ -82,7 +82,7 @@ def _filled(value: Any, place: Place) -> Any:
         return {key: _filled(inner, place) for key, inner in value.items()}
     if isinstance(value, list):
         return [_filled(inner, place) for inner in value]
-    return str(place.profile) if value == PROFILE else value
+    return {PROFILE: str(place.profile), MODEL: str(place.model)}.get(value, value) if isinstance(value, str) else value
 
 
 def check(place: Place, settings: Settings, kill_after: int) -> Outcome:

@@ -27,6 +27,8 @@ ELSEWHERE = ("env",)
 """Tables that are no part of the sweep: an environment is what the others act in."""
 PROFILE = "<profile>"
 """Stands for the file of pass rates, whose place is known when the sweep runs."""
+MODEL = "<model>"
+"""Stands for the model's directory."""
 
 Settings = dict[str, Any]
 
@@ -113,6 +115,8 @@ SWITCHES: list[Settings] = [
     {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     {"dtype": "bfloat16"},
     {"entropy_coef": 0.01},
+    {"teacher": {"model": MODEL}},
+    {"teacher": {"model": MODEL, "reward_weight": 0}},
     {"soft_overlong_cache": 2},
     {"lr_scheduler_type": "linear", "warmup_steps": 1, "lr_end": 1e-3},
     {"lr_scheduler_type": "warmup_stable_decay", "lr_decay_steps": 2},

@@ -73,9 +73,8 @@ class Layer(NamedTuple):
     before: torch.Tensor | None
     """[H], of the norm before attention; None where it is folded in."""
     qkv: Linear
-    q_norm: torch.Tensor | None
-    """[D]; with the attention scale where that is folded in."""
-    k_norm: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    """[heads + kv heads, D]; that of queries has the attention scale where it is folded in."""
     out: Linear
     after: torch.Tensor | None
     gate_up: Linear
@@ -161,20 +160,22 @@ class LlamaBackend:
         inward, up, scale = (before, after, self._size**-0.5) if self._folded else (None, None, 1)
         q, k, v = (scaled(get(f"self_attn.{p}_proj.weight"), inward) for p in "qkv")
         q, k = self._interleave(q), self._interleave(k)
-        bias = q_norm = k_norm = None
+        bias = qk_norm = None
         if prefix + "self_attn.q_norm.weight" in state:
-            q_norm = self._interleave(get("self_attn.q_norm.weight")) * scale
-            k_norm = self._interleave(get("self_attn.k_norm.weight"))
+            norms = (get(f"self_attn.{p}_norm.weight") for p in "qk")
+            q_norm, k_norm = (self._interleave(weight) for weight in norms)
+            qk_norm = torch.stack([q_norm * scale] * self._heads + [k_norm] * self._kv_heads)
         else:
             q = q * scale
         if prefix + "self_attn.q_proj.bias" in state:
             q_bias, k_bias, v_bias = (get(f"self_attn.{p}_proj.bias") for p in "qkv")
-            q_bias = self._interleave(q_bias) * (1 if q_norm is not None else scale)
+            q_bias = self._interleave(q_bias) * (1 if qk_norm is not None else scale)
             bias = torch.cat([q_bias, self._interleave(k_bias), v_bias]).to(self.dtype)
         gate_up = pack(scaled(get("mlp.gate_proj.weight"), up), scaled(get("mlp.up_proj.weight"), up))
         out, down = pack(get("self_attn.o_proj.weight")), pack(get("mlp.down_proj.weight"))
-        norms = (None, None) if self._folded else (before, after)
-        return Layer(norms[0], pack(q, k, v, bias=bias), q_norm, k_norm, out, norms[1], gate_up, down)
+        if self._folded:
+            before = after = None
+        return Layer(before, pack(q, k, v, bias=bias), qk_norm, out, after, gate_up, down)
 
     def _interleave(self, tensor: torch.Tensor) -> torch.Tensor:
         """[heads * D, ...] with the two halves of each head woven together: j, j + D/2, j + 1, ..."""
@@ -192,18 +193,16 @@ class LlamaBackend:
         """Queries [N, heads, D], keys and values [N, kv heads, D], rotated."""
         product = layer.qkv(self._normed(x_NH, layer.before))
         qkv = product.view(len(x_NH), -1, self._size)
-        if self._folded and layer.q_norm is None:  # in place: few operations for what a small model does most often
+        if self._folded and layer.qk_norm is None:  # in place: few operations for what a small model does most often
             pairs = product.view(torch.complex64).view(len(x_NH), -1, self._size // 2)
             pairs[:, : self._heads + self._kv_heads].mul_(rotation)
             q, k, v = qkv.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
             return q, k, v
         qk, v = qkv.split([self._heads + self._kv_heads, self._kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = qk.split([self._heads, self._kv_heads], dim=1)
-            q = F.rms_norm(q.float(), (self._size,), layer.q_norm, self._eps)
-            k = F.rms_norm(k.float(), (self._size,), layer.k_norm, self._eps)
-            qk = torch.cat([q, k], dim=1)
-        turned = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2))) * rotation
+        qk = qk.float()
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (self._size,), eps=self._eps) * layer.qk_norm
+        turned = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotation
         qk = torch.view_as_real(turned).flatten(-2).to(self.dtype)
         q, k = qk.split([self._heads, self._kv_heads], dim=1)
         return q, k, v
@@ -349,15 +348,15 @@ def _attend(
 ) -> torch.Tensor:
     """q: [N, heads, groups, D]; keys, values: [rows, heads, columns, D]; a mask, [rows, 1, 1, columns] of a chunk, is
     added. Returns the shape of q."""
-    attended = torch.empty_like(q)
+    parts = []
     for (a, b, columns), mask in zip(chunks, masks, strict=True):
         some, k, v = q[a:b], keys[a:b, :, :columns], values[a:b, :, :columns]
         if q.device.type == "cpu":  # one query a head has a kernel of its own, a quarter faster
             some = some.reshape(b - a, -1, 1, q.shape[-1])
         shared = some.shape[1] != k.shape[1]
         done = F.scaled_dot_product_attention(some, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
-        attended[a:b] = done.view(b - a, *q.shape[1:])
-    return attended
+        parts.append(done.view(b - a, *q.shape[1:]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_in_batches(

@@ -31,6 +31,7 @@ const plan = (data, { runs, several, hidden, logged, runColor }) => {
       ["Gradient norm", { zero: true, keys: [["grad_norm", "before clipping"]] }],
       ["Entropy", { keys: [["entropy", "nats a token"]] }],
       ["KL to the reference", { keys: [["kl", "KL"]] }],
+      ["KL to the teacher", { zero: true, keys: [["teacher/kl", "nats a token"]] }],
       ["Learning rate", { zero: true, keys: [["learning_rate", "set"], ["effective_learning_rate", "effective"], ["eta_eff", "eta / (1 - f_zero)"]] }],
       ["Loss", { keys: [["loss", "loss"]] }],
       ["Importance ratio", { keys: [["sampling/importance_sampling_ratio/mean", "mean"]] }],
