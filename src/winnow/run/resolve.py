@@ -62,7 +62,12 @@ def resolve(
     why |= dict.fromkeys(("dtype", "threads"), "as the run began" if resumed else "as configured")
 
     spec, engine = c.engine, options.engine
-    if name_of(spec) == AUTO:
+    serves = None if alone else options.engine_of(0)
+    if serves is not None:
+        if name_of(spec) != AUTO:
+            raise ConfigError(f"engine: {name_of(spec)} has no effect with sync: {name_of(c.sync)}; remove it")
+        engine, why["engine"] = serves, f"sync: {name_of(c.sync)} samples"
+    elif name_of(spec) == AUTO:
         where = machine.device.type if alone else _sampler_device(options, machine.device.type)
         spec, because = choose_engine(c, parameters, where, machine.no_vllm)
         why |= {"engine": because} if on_gpu else {}
@@ -139,9 +144,14 @@ def choose_engine(c: RunConfig, parameters: int, device: str, no_vllm: str = "")
     return ({"name": name} | options if options else name), why
 
 
-def engine_for_run(c: RunConfig, options: Options, *, alone: bool = False) -> Any:
-    """Return the engine's options with this run's lengths and share of the GPU. `alone`: on a GPU without a learner."""
-    engine = options.engine if options.engine is not None else LocalOptions()  # `auto` without a whole run
+def engine_for_run(c: RunConfig, options: Options, *, alone: bool = False, slot: int = 0) -> Any:
+    """Return the engine's options with this run's lengths and share of the GPU.
+
+    `alone`: on a GPU without a learner. `slot`: of the sampler, where each has an engine of its own.
+    """
+    engine = None if alone else options.engine_of(slot)
+    if engine is None:
+        engine = options.engine if options.engine is not None else LocalOptions()  # `auto` without a whole run
     if not hasattr(engine, "for_run"):
         return engine
     apart = alone or options.samples_elsewhere
@@ -261,6 +271,8 @@ def _sizes_on_gpu(
     shapes, engine = Shapes.from_model(model.meta_model, c.lora), options.engine
     apart = not alone and (options.samples_elsewhere or machine.planned_gpus > 1)
     roles = {"learner GPU": (True, False), "sampler GPU": (False, True)} if apart else {"GPU": (not alone, True)}
+    if not alone and options.engine_of(0) is not None:
+        del roles["sampler GPU"]
     sizes = Sizes({}, {}, {}, {})
     for name, (learner, sampler) in roles.items():
         for_run = engine_for_run(c, options, alone=not learner)
