@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import secrets
+import sys
 import tempfile
 import threading
 import time
@@ -78,8 +79,17 @@ class ServerEngine:
             set_generation_config(policy, model.source)
         self.version = 0
         self.dtype = str(config["model_config"].get("dtype", "unknown")).removeprefix("torch.")
-        self.facts = Facts.from_model(policy, tokenizer, options.max_length)
         self._client, self._options = client, options
+        limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        longest, length = min(options.max_length or limit, limit), int(config["model_config"]["max_model_len"])
+        if length < longest:
+            raise ConfigError(
+                client.named(
+                    f"its max_model_len is {length}, and a prompt with its completion may have {longest} tokens; start "
+                    "it with a larger --max-model-len, or lower max_prompt_length or max_completion_length"
+                )
+            )
+        self.facts = Facts.from_model(policy, tokenizer, longest)
         self._name = secrets.token_hex(4)
         """Part of the labels of its weights: those of other runs, and of its predecessor, have another."""
         self._label = ""

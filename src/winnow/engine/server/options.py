@@ -14,7 +14,7 @@ from .client import Client, ServerError, StatusError, UnreachableError
 BACKEND = "winnow"
 """Name of the backend in `engine/vllm/files.py`, which the learner's process cannot import without vLLM."""
 WAIT_S = 100.0
-"""Longest wait for a server that may be restarting; below what a sampler has to start."""
+"""Longest wait for a server that may be restarting, with any time limit; below what a sampler has to start."""
 LOOK_S = 1.0
 """Seconds between two looks at it."""
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, which opens vLLM's weight-update interface"
@@ -43,7 +43,7 @@ class ServerOptions:
         from .engine import ServerEngine
 
         client = Client(self.url)
-        wait_for(client, WAIT_S)
+        wait_for(client, min(WAIT_S, self.timeout_s))
         return ServerEngine(client, self, require_usable(client, self), model, tokenizer)
 
 
@@ -79,7 +79,7 @@ def require_usable(client: Client, options: ServerOptions) -> Mapping[str, Any]:
     try:
         config: Mapping[str, Any] = answer["vllm_config"]
         model, backend = config["model_config"], (config["weight_transfer_config"] or {}).get("backend")
-        mode, length = model["logprobs_mode"], int(model["max_model_len"])
+        mode, _ = model["logprobs_mode"], int(model["max_model_len"])
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ConfigError(
             client.named(f"its /server_info cannot be read ({type(error).__name__}: {error}); run vLLM 0.32")
@@ -96,13 +96,6 @@ def require_usable(client: Client, options: ServerOptions) -> Mapping[str, Any]:
             client.named(
                 f"its weight transfer is {backend!r}; start it with --worker-extension-cls "
                 f"winnow.engine.vllm.files.Files --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'"
-            )
-        )
-    if options.max_length is not None and length < options.max_length:
-        raise ConfigError(
-            client.named(
-                f"its max_model_len is {length}, and a prompt with its completion may have {options.max_length} "
-                "tokens; start it with a larger --max-model-len, or lower max_completion_length"
             )
         )
     return config
