@@ -70,7 +70,7 @@ class StandIn:
         """Return status and content."""
         self.calls.append(path)
         if path in self.statuses:
-            return self.statuses[path], {"error": {"message": "told to fail", "type": "InternalServerError"}}
+            return self.statuses[path], {"error": {"message": "set to fail", "type": "InternalServerError"}}
         if path == "/inference/v1/generate":
             return self._generate(body)
         if path == "/inference/v1/abort_requests":
@@ -138,7 +138,7 @@ class StandIn:
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
                 if path in owner.statuses:
-                    self._reply(owner.statuses[path], {"detail": "told to fail"})
+                    self._reply(owner.statuses[path], {"detail": "set to fail"})
                 elif path == "/health":
                     self._reply(200, None)
                 elif path == "/server_info":

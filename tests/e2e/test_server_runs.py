@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from winnow import Trainer, TrainerCallback
+from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.record.ledger import Ledger
 from winnow.record.stop_conditions import RunStoppedError
 
 from .. import parity
-from ..builders.runs import assert_clean, metrics_of
+from ..builders.runs import assert_clean, at_step, lags, metrics_of
 from ..builders.vllm_server import Answer, StandIn
 
 REWARD = f"{parity.__file__}:parity_reward"
@@ -34,23 +34,6 @@ def server(tiny_model: Path) -> Iterator[StandIn]:
 def config(tiny_config: dict[str, Any], server: StandIn) -> dict[str, Any]:
     more = {"sync": {"name": "server", "url": server.url}, "max_lag": 1, "correction": "truncate"}
     return tiny_config | more | {"reward_funcs": [REWARD], "reward_timeout_s": 4.0}
-
-
-def lags(run: Path) -> list[int]:
-    with sqlite3.connect(run / "ledger.sqlite") as db:
-        query = "SELECT version - first_version FROM rollouts JOIN steps USING (step) WHERE fate = 'trained'"
-        return [row[0] for row in db.execute(query)]
-
-
-def at_step(k: int, do: Callable[[], object]) -> type[TrainerCallback]:
-    """A callback that does something after a step."""
-
-    class Does(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == k:
-                do()
-
-    return Does
 
 
 def test_a_run_and_its_resume(config: dict[str, Any], server: StandIn) -> None:
@@ -137,7 +120,7 @@ def nan_logp(answer: Answer) -> Answer:
 
 FAULTS: dict[str, tuple[Callable[[StandIn], object], str]] = {
     "gone": (lambda s: s.close(), r"no answer to /\S+ \(ConnectionRefusedError"),
-    "status 500": (lambda s: s.statuses.update({"/inference/v1/generate": 500}), "status 500: told to fail"),
+    "status 500": (lambda s: s.statuses.update({"/inference/v1/generate": 500}), "status 500: set to fail"),
     "no updates": (lambda s: s.statuses.update({"/update_weights": 500}), "/update_weights: status 500"),
     "NaN": (lambda s: setattr(s, "spoil", nan_logp), "log-probability nan at token 0"),
     "hangs": (lambda s: s.hangs.set(), r"requests was answered for 5 s; see what the server does, or raise sync"),

@@ -182,6 +182,7 @@ def test_what_waits_for_a_slot_is_cancelled_at_once(
         ({"report_at": (2,)}, "report_at: a vLLM server does not report it"),
         ({"raw_logp": True}, "raw_logp: a vLLM server"),
         ({"params": SamplingParams(8, temperature=0.005)}, r"temperature 0.005: vLLM samples at 0.01; raise it"),
+        ({"params": SamplingParams(8, top_p=0.9, min_p=0.1)}, "min_p with top_p: vLLM applies min_p first"),
         ({"params": SamplingParams(100_000)}, "exceed the maximum length"),
         ({"prompt_ids": (9_999,)}, "prompt token 9999 is outside the vocabulary"),
     ],
@@ -307,7 +308,7 @@ def test_a_status_is_an_error_with_the_servers_words(
     server: StandIn, engine: ServerEngine, model: Any, tokenizer: Any, path: str
 ) -> None:
     server.statuses[path] = 500
-    with pytest.raises(ServerError, match=rf"{path}: status 500: told to fail"):
+    with pytest.raises(ServerError, match=rf"{path}: status 500: set to fail"):
         engine.load_weights(model.state_dict(), 1)
         engine.submit(requests(tokenizer, 1))
         play(engine)
@@ -366,9 +367,9 @@ def test_an_answer_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
             Client(f"http://127.0.0.1:{listening.getsockname()[1]}").post("/x", {}, 5.0)
 
 
-def test_what_is_no_json(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_json(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_read", lambda response, deadline: response.read() and b"<html>")
-    with pytest.raises(ServerError, match="is no JSON .*is this a vLLM server"):
+    with pytest.raises(ServerError, match="is not JSON .*is this a vLLM server"):
         Client(server.url).get("/server_info", 5.0)
 
 
@@ -423,10 +424,10 @@ def test_a_server_that_restarts_is_waited_for(
     ("options", "message"),
     [
         ({}, "url: missing"),
-        ({"url": "127.0.0.1:8000"}, "is no address of a server; expected e.g. http://127.0.0.1:8000"),
-        ({"url": "ftp://here"}, "is no address"),
-        ({"url": "http://here:99999"}, "is no address"),
-        ({"url": "http://me:secret@here"}, "is no address"),
+        ({"url": "127.0.0.1:8000"}, "is not the address of a server; expected e.g. http://127.0.0.1:8000"),
+        ({"url": "ftp://here"}, "is not the address"),
+        ({"url": "http://here:99999"}, "is not the address"),
+        ({"url": "http://me:secret@here"}, "is not the address"),
         ({"url": "http://here/v1/"}, "leave out /v1"),
         ({"url": ["http://here", "http://here"]}, "named twice"),
         ({"url": ["http://here", "http://there"], "samplers": 3}, "samplers: 3, but there is one for each of 2 url"),

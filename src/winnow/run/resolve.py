@@ -61,17 +61,8 @@ def resolve(
     values, why = model.decides(c)
     why |= dict.fromkeys(("dtype", "threads"), "as the run began" if resumed else "as configured")
 
-    spec, engine = c.engine, options.engine
-    serves = None if alone else options.engine_of(0)
-    if serves is not None:
-        if name_of(spec) != AUTO:
-            raise ConfigError(f"engine: {name_of(spec)} has no effect with sync: {name_of(c.sync)}; remove it")
-        engine, why["engine"] = serves, f"sync: {name_of(c.sync)} samples"
-    elif name_of(spec) == AUTO:
-        where = machine.device.type if alone else _sampler_device(options, machine.device.type)
-        spec, because = choose_engine(c, parameters, where, machine.no_vllm)
-        why |= {"engine": because} if on_gpu else {}
-        engine = method(ENGINES, spec, "engine")
+    spec, engine, because = _chosen_engine(c, options, machine, parameters, alone)
+    why |= {"engine": because} if because else {}
 
     dtype: str = "bfloat16" if machine.planned_gpus and c.dtype == "auto" else c.dtype
     preferred, why_preferred = choose_dtype(c, parameters, machine)
@@ -115,6 +106,22 @@ def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = Fal
 
 
 # ---------------------------------------------------------------- engine
+
+
+def _chosen_engine(
+    c: RunConfig, options: Options, machine: Machine, parameters: int, alone: bool
+) -> tuple[MethodSpec, Any, str]:
+    """Return the engine, its options, and why; empty: nothing to tell."""
+    serves = None if alone else options.engine_of(0)
+    if serves is not None:
+        if name_of(c.engine) != AUTO:
+            raise ConfigError(f"engine: {name_of(c.engine)} has no effect with sync: {name_of(c.sync)}; remove it")
+        return c.engine, serves, f"sync: {name_of(c.sync)} samples"
+    if name_of(c.engine) != AUTO:
+        return c.engine, options.engine, ""
+    where = machine.device.type if alone else _sampler_device(options, machine.device.type)
+    spec, because = choose_engine(c, parameters, where, machine.no_vllm)
+    return spec, method(ENGINES, spec, "engine"), because if machine.device.type == "cuda" else ""
 
 
 def choose_engine(c: RunConfig, parameters: int, device: str, no_vllm: str = "") -> tuple[MethodSpec, str]:

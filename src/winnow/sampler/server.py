@@ -68,6 +68,6 @@ def _require_address(url: str) -> None:
     except ValueError:
         good = False
     if not good or parts.query or parts.fragment or parts.username is not None:
-        raise ValueError(f"url: {url!r} is no address of a server; expected e.g. http://127.0.0.1:8000")
+        raise ValueError(f"url: {url!r} is not the address of a server; expected e.g. http://127.0.0.1:8000")
     if parts.path.rstrip("/").endswith("/v1"):
         raise ValueError(f"url: {url!r} is the path of one interface; leave out /v1")

@@ -48,7 +48,7 @@ class Client:
     def post(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         """Return the JSON of the answer, None for an empty one.
 
-        Raises UnreachableError, StatusError, or ServerError at the time limit and for an answer that is no JSON.
+        Raises UnreachableError, StatusError, or ServerError at the time limit and for an answer that is not JSON.
         """
         return self._call("POST", path, body, timeout_s)
 
@@ -88,7 +88,7 @@ class Client:
             return json.loads(raw) if raw.strip() else None
         except (ValueError, RecursionError):
             shown = raw[:80].decode(errors="replace")
-            raise self.error(f"the answer to {path} is no JSON ({shown!r}); is this a vLLM server?") from None
+            raise self.error(f"the answer to {path} is not JSON ({shown!r}); is this a vLLM server?") from None
 
 
 def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:

@@ -198,8 +198,11 @@ class ServerEngine:
         who = f"request {request.id!r}"
         if asked := [name for name in REPORTS if getattr(request, name)]:
             raise ValueError(f"{who}: {asked[0]}: a vLLM server does not report it; use engine: vllm, without servers")
-        if 0 < request.params.temperature < COLDEST:
-            raise ValueError(f"{who}: temperature {request.params.temperature}: vLLM samples at {COLDEST}; raise it")
+        params = request.params
+        if 0 < params.temperature < COLDEST:
+            raise ValueError(f"{who}: temperature {params.temperature}: vLLM samples at {COLDEST}; raise it")
+        if params.min_p and params.top_p < 1:
+            raise ValueError(f"{who}: min_p with top_p: vLLM applies min_p first, and the learner last; use one of them")
 
     def _work(self) -> None:
         while (call := self._orders.get()) is not None:

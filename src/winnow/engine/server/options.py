@@ -17,7 +17,7 @@ WAIT_S = 100.0
 """Longest wait for a server that may be restarting, with any time limit; below what a sampler has to start."""
 LOOK_S = 1.0
 """Seconds between two looks at it."""
-DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, which opens vLLM's weight-update interface"
+DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def require_usable(client: Client, options: ServerOptions) -> Mapping[str, Any]:
     try:
         answer = client.get("/server_info?config_format=json", options.timeout_s)
     except StatusError as error:
-        remedy = f"; no vLLM server, or without its weight-update interface: {DEV_MODE}" if error.status == 404 else ""
+        remedy = f"; it is not a vLLM server, or has no weight-update interface: {DEV_MODE}" if error.status == 404 else ""
         raise ConfigError(f"{error}{remedy}") from None
     except ServerError as error:
         raise ConfigError(str(error)) from None
