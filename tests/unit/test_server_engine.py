@@ -387,13 +387,13 @@ def without(server: StandIn, **changes: Any) -> None:
 UNUSABLE: dict[str, tuple[Callable[[StandIn], Any], str]] = {
     "raw": (lambda s: without(s, logprobs_mode="raw_logprobs"), "start it with --logprobs-mode processed_logprobs"),
     "no transfer": (lambda s: without(s, backend=None), "weight transfer is None; start it with --worker-extension-cls"),
-    "nccl": (lambda s: without(s, backend={"backend": "nccl"}), "weight transfer is 'nccl'"),
+    "nccl": (lambda s: without(s, backend={"backend": "nccl"}), "weight transfer is nccl"),
     "short": (lambda s: without(s, max_model_len=32), "max_model_len is 32.*--max-model-len"),
     "no interface": (lambda s: s.statuses.update({"/server_info": 404}), "start it with VLLM_SERVER_DEV_MODE=1"),
     "no tokens": (lambda s: s.statuses.update({"/inference/v1/generate": 403}), "start it with --enable-scale-out"),
     "key": (lambda s: s.statuses.update({"/inference/v1/generate": 401}), "start it without --api-key"),
     "odd": (lambda s: s.config.clear(), "its /server_info cannot be read"),
-    "dying": (lambda s: s.statuses.update({"/server_info": 500}), "/server_info: status 500"),
+    "dying": (lambda s: s.statuses.update({"/server_info": 500}), "status 500 of /server_info; it is not a vLLM server"),
     "other model": (lambda s: setattr(s._model.config, "hidden_size", 4_096), "its hidden_size is 4096.*the run's model"),
 }
 
@@ -416,7 +416,7 @@ def test_a_server_that_restarts_is_waited_for(
     connect(server, tiny_model, tokenizer)
     monkeypatch.setattr(options_module, "WAIT_S", 0.2)
     server.close()
-    with pytest.raises(ConfigError, match=r"no answer to /health \(ConnectionRefusedError.*correct the URL"):
+    with pytest.raises(ServerError, match=r"no answer to /health \(ConnectionRefusedError.*correct the URL"):
         connect(server, tiny_model, tokenizer)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
@@ -10,9 +9,10 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from ..base.errors import ConfigError
 from ..config.options import CHECKED
-from ..engine.server.client import Client
-from ..engine.server.options import ServerOptions, require_usable, wait_for
+from ..engine.server.client import ServerError
+from ..engine.server.options import ServerOptions, connect
 from .base import PoolOptions, SamplerContext
 from .pool import SamplerPool
 from .processes import WEIGHTS, open_pipe
@@ -50,10 +50,11 @@ class Server(PoolOptions):
 
     def build(self, context: SamplerContext) -> SamplerPool:
         """Build the pool. Raises ConfigError when a server does not answer, or cannot sample for the run."""
-        for url in self.url:
-            client = Client(url)
-            wait_for(client, 0.0)
-            require_usable(client, replace(context.engine, url=url))
+        for slot in range(self.samplers):
+            try:
+                connect(self.engine_of(slot), wait_s=0.0)
+            except ServerError as error:
+                raise ConfigError(str(error)) from None
         transport = PublishedWeights(context.run_dir.absolute() / WEIGHTS)
         return SamplerPool(
             self, context, transport, partial(open_pipe, threads=self.threads, entry=f"{context.entry}:main")

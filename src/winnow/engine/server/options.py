@@ -12,12 +12,13 @@ from ..loading import ModelReference
 from .client import Client, ServerError, StatusError, UnreachableError
 
 BACKEND = "winnow"
-"""Name of the backend in `engine/vllm/files.py`, which the learner's process cannot import without vLLM."""
+"""Name of the backend in `engine/vllm/files.py`, which a process without vLLM cannot import."""
 WAIT_S = 100.0
 """Longest wait for a server that may be restarting, with any time limit; below what a sampler has to start."""
 LOOK_S = 1.0
 """Seconds between two looks at it."""
-DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+HEALTH_S = 10.0
+"""Longest wait for the answer to one look."""
 
 
 @dataclass(frozen=True)
@@ -39,76 +40,82 @@ class ServerOptions:
         return replace(self, max_length=longest)
 
     def build(self, model: ModelReference, tokenizer: Any) -> Any:
-        """Connect, waiting for a server that restarts. Raises ConfigError when it cannot sample for the run."""
+        """Build the engine, waiting for a server that restarts. Raises errors as `connect` does."""
         from .engine import ServerEngine
 
-        client = Client(self.url)
-        wait_for(client, min(WAIT_S, self.timeout_s))
-        return ServerEngine(client, self, require_usable(client, self), model, tokenizer)
+        client, config = connect(self, min(WAIT_S, self.timeout_s))
+        return ServerEngine(client, self, config, model, tokenizer)
 
 
-def wait_for(client: Client, wait_s: float) -> None:
-    """Return once the server answers. Raises ConfigError after `wait_s`."""
+def connect(options: ServerOptions, wait_s: float) -> tuple[Client, Mapping[str, Any]]:
+    """Return a client of the server, and vLLM's configuration there.
+
+    Raises UnreachableError when it does not answer for `wait_s`, ConfigError when it cannot sample for runs, with the
+    flag to start it with.
+    """
+    client = Client(options.url)
+    _wait_for(client, wait_s)
+    try:
+        config = _config_of(client, options.timeout_s)
+        _require_tokens(client, options.timeout_s)
+        _require_flags(client, config)
+    except ServerError as error:
+        raise ConfigError(str(error)) from None
+    return client, config
+
+
+def _wait_for(client: Client, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            client.get("/health", max(LOOK_S, deadline - time.monotonic()))
+            client.get("/health", HEALTH_S)
             return
-        except (UnreachableError, StatusError) as error:
-            restarting = isinstance(error, UnreachableError) or error.status >= 500
-            if not restarting or time.monotonic() > deadline:
-                raise ConfigError(str(error)) from None
-            time.sleep(LOOK_S)
         except ServerError as error:
-            raise ConfigError(str(error)) from None
+            if time.monotonic() > deadline:
+                raise UnreachableError(str(error)) from None
+        time.sleep(LOOK_S)
 
 
-def require_usable(client: Client, options: ServerOptions) -> Mapping[str, Any]:
-    """Return vLLM's configuration of a server.
-
-    Raises ConfigError, with the flag to start it with, when it cannot sample for this run.
-    """
+def _config_of(client: Client, timeout_s: float) -> Mapping[str, Any]:
     try:
-        answer = client.get("/server_info?config_format=json", options.timeout_s)
+        answer = client.get("/server_info?config_format=json", timeout_s)
     except StatusError as error:
-        remedy = f"; it is not a vLLM server, or has no weight-update interface: {DEV_MODE}" if error.status == 404 else ""
-        raise ConfigError(f"{error}{remedy}") from None
-    except ServerError as error:
-        raise ConfigError(str(error)) from None
-    _require_tokens(client, options)
+        raise client.error(
+            f"status {error.status} of /server_info; it is not a vLLM server, or has no interface for weight updates: "
+            "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+        ) from None
     try:
         config: Mapping[str, Any] = answer["vllm_config"]
-        model, backend = config["model_config"], (config["weight_transfer_config"] or {}).get("backend")
-        mode, _ = model["logprobs_mode"], int(model["max_model_len"])
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            client.named(f"its /server_info cannot be read ({type(error).__name__}: {error}); run vLLM 0.32")
-        ) from None
-    if mode != "processed_logprobs":
-        raise ConfigError(
-            client.named(
-                f"its logprobs_mode is {mode}: log-probabilities of another distribution than it samples from; start "
-                "it with --logprobs-mode processed_logprobs"
-            )
-        )
-    if backend != BACKEND:
-        raise ConfigError(
-            client.named(
-                f"its weight transfer is {backend!r}; start it with --worker-extension-cls "
-                f"winnow.engine.vllm.files.Files --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'"
-            )
-        )
+        int(config["model_config"]["max_model_len"])
+    except (TypeError, KeyError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise client.error(f"its /server_info cannot be read ({what}); run a vLLM that Winnow is tested with") from None
     return config
 
 
-def _require_tokens(client: Client, options: ServerOptions) -> None:
-    """Raise ConfigError unless the server takes and gives token ids. The request is refused before anything runs."""
+def _require_tokens(client: Client, timeout_s: float) -> None:
+    """Raise ServerError unless the server takes and gives token ids. The empty request is refused before it runs."""
     try:
-        client.post("/inference/v1/generate", {}, options.timeout_s)
+        client.post("/inference/v1/generate", {}, timeout_s)
     except StatusError as error:
         if error.status in (403, 404):
-            raise ConfigError(f"{error}; start it with --enable-scale-out, which opens token ids in and out") from None
+            raise client.error("its interface of token ids is closed; start it with --enable-scale-out") from None
         if error.status == 401:
-            raise ConfigError(f"{error}; start it without --api-key, on an address that only the run reaches") from None
-    except ServerError as error:
-        raise ConfigError(str(error)) from None
+            raise client.error(
+                "it wants a key; start it without --api-key, on an address that only the run reaches"
+            ) from None
+
+
+def _require_flags(client: Client, config: Mapping[str, Any]) -> None:
+    mode = config["model_config"].get("logprobs_mode")
+    if mode != "processed_logprobs":
+        raise client.error(
+            f"its logprobs_mode is {mode}: log-probabilities of another distribution than it samples from; start it "
+            "with --logprobs-mode processed_logprobs"
+        )
+    transfer = config.get("weight_transfer_config") or {}
+    if transfer.get("backend") != BACKEND:
+        raise client.error(
+            f"its weight transfer is {transfer.get('backend')}; start it with --worker-extension-cls "
+            f"winnow.engine.vllm.files.Files --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'"
+        )
