@@ -115,6 +115,9 @@ def test_ids_that_pad_the_vocabulary_are_not_sampled(
     built = ServerOptions(server.url, 20.0).build(ModelReference("", torch.device("cpu"), model), tokenizer)
     assert list(built._biases.values()) == [-100.0] * (model.config.vocab_size - built.facts.vocab_size)
     assert len(built._biases) >= 3
+    model.resize_token_embeddings(model.config.vocab_size + 2_000)
+    with pytest.raises(ConfigError, match=r"ids of its vocabulary are no token.*call model\.resize_token_embeddings"):
+        ServerOptions(server.url, 20.0).build(ModelReference("", torch.device("cpu"), model), tokenizer)
 
 
 def test_new_weights_have_their_version_and_salt(server: StandIn, engine: ServerEngine, model: Any, tokenizer: Any) -> None:

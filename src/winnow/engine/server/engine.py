@@ -43,8 +43,8 @@ SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 REPORTS = ("report_at", "confidence", "raw_logp", "last_hidden")
 COLDEST = 0.01
 """Lowest temperature but 0: vLLM raises lower ones to it."""
-NO_BIAS = -100.0
-"""Lowest bias of a token that vLLM takes."""
+LOWEST_BIAS, MOST_BIASES = -100.0, 1024
+"""What vLLM takes: the lowest bias of a token, and the biases of a request."""
 SERVER_PREFIX = "generate-tokens-"
 """What vLLM puts before the id of a request."""
 UNREADABLE = (
@@ -97,7 +97,12 @@ class ServerEngine:
         """Policy version by label."""
         self._reader = AnswerReader(self.facts, tokenizer, self._versions)
         padding = range(self.facts.vocab_size, policy.get_input_embeddings().num_embeddings)
-        self._biases = {str(token): NO_BIAS for token in padding}
+        if len(padding) > MOST_BIASES:
+            raise ConfigError(
+                f"model: {len(padding)} ids of its vocabulary are no token, and vLLM can keep {MOST_BIASES} from being "
+                "sampled; call model.resize_token_embeddings(len(tokenizer))"
+            )
+        self._biases = {str(token): LOWEST_BIAS for token in padding}
         self._calls: dict[str, Request] = {}
         self._call_of: dict[Hashable, str] = {}
         self._sent: set[str] = set()
