@@ -18,6 +18,11 @@ from winnow.engine import Finished, LocalEngine, Request, SamplingParams
 Answer = dict[str, Any]
 
 
+class QuietServer(ThreadingHTTPServer):
+    def handle_error(self, *args: Any) -> None:
+        """Print nothing of clients that are gone."""
+
+
 class StandIn:
     """Serves a model on a free port of this machine; usable from the test while it serves.
 
@@ -43,7 +48,7 @@ class StandIn:
         """Of requests for tokens."""
         self.paused = self.updating = False
         self.restart()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http = QuietServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
         self._http.block_on_close = False
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()

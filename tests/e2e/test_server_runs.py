@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -161,8 +160,7 @@ def test_a_server_that_keeps_failing_ends_the_run_which_goes_on_with_another(
     sync = {"name": "server", "url": server.url} | IMPATIENT
     trainer = Trainer(config=config | {"max_steps": 6, "eval_steps": None, "sync": sync})
     trainer.add_callback(at_step(2, lambda: break_(server)))
-    with warnings.catch_warnings(), pytest.raises(RunStoppedError, match=message) as caught:
-        warnings.simplefilter("ignore")
+    with pytest.raises(RunStoppedError, match=message) as caught:
         trainer.train()
     assert server.url in str(caught.value)
     assert "Traceback" not in str(caught.value)
@@ -191,9 +189,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("case", list(REFUSED))
-def test_what_a_server_cannot_do_is_refused_at_the_start(
-    config: dict[str, Any], server: StandIn, case: str
-) -> None:
+def test_what_a_server_cannot_do_is_refused_at_the_start(config: dict[str, Any], server: StandIn, case: str) -> None:
     changes, message = REFUSED[case]
     server.config["model_config"]["max_model_len"] = 128
     with pytest.raises(ConfigError, match=message):

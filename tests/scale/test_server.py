@@ -242,7 +242,7 @@ def test_cancelled_requests_return_what_they_sampled(engine: ServerEngine) -> No
     time.sleep(0.2)
     ended = engine.cancel([0, 2])
     assert [each.stop_reason for each in ended] == ["cancelled"] * 2
-    assert any(0 < len(each.token_ids) for each in ended)
+    assert any(len(each.token_ids) for each in ended)
     assert list(play(engine)) == [1]
 
 

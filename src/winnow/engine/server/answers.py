@@ -105,8 +105,8 @@ class AnswerReader:
         if wrong.any():
             i = int(np.flatnonzero(wrong)[0])
             raise WrongAnswerError(
-                f"log-probability {given[i]} at token {i} is impossible (vLLM sends {FLOOR:g} for NaN): its logits are not "
-                "finite; set its --dtype to float32 or bfloat16, and see the weights"
+                f"log-probability {given[i]} at token {i} is impossible (vLLM sends {FLOOR:g} for NaN): its logits "
+                "are not finite; set its --dtype to float32 or bfloat16, and see the weights"
             )
         return logp.astype(np.float32)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -59,6 +60,7 @@ class Client:
         return f"sync: server: url {self.url}: {what}"
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+        named = path.partition("?")[0]
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(*self._address, timeout=timeout_s)
         headers = {"Connection": "close"} | ({} if body is None else {"Content-Type": "application/json"})
@@ -69,19 +71,19 @@ class Client:
             raw = _read(response, time.monotonic() + timeout_s)
         except TimeoutError:
             raise self.error(
-                f"no answer to {path} within {timeout_s:.3g} s; see what the server does, or raise sync.timeout_s"
+                f"no answer to {named} within {timeout_s:.3g} s; see what the server does, or raise sync.timeout_s"
             ) from None
         except (OSError, http.client.HTTPException) as error:
             raise UnreachableError(
                 self.named(
-                    f"no answer to {path} ({type(error).__name__}: {error}); correct the URL, or start the server"
+                    f"no answer to {named} ({type(error).__name__}: {error}); correct the URL, or start the server"
                 )
             ) from None
         finally:
             connection.close()
         if response.status != 200:
-            raise StatusError(self.named(f"{path}: status {response.status}: {_reason(raw)}"), response.status)
-        return self._parsed(path, raw)
+            raise StatusError(self.named(f"{named}: status {response.status}: {_reason(raw)}"), response.status)
+        return self._parsed(named, raw)
 
     def _parsed(self, path: str, raw: bytes) -> Any:
         try:
@@ -111,4 +113,6 @@ def _reason(raw: bytes) -> str:
         content = raw.decode(errors="replace")
     while isinstance(content, Mapping):
         content = next((content[key] for key in ("error", "message", "detail") if key in content), str(content))
-    return str(content).strip()[:SHOWN] or "no reason given"
+    text = str(content).strip()
+    in_worker = re.search(r"Worker failed with error '(.*)', please check", text, re.DOTALL)
+    return (in_worker.group(1) if in_worker else text)[:SHOWN] or "no reason given"

@@ -207,7 +207,9 @@ class ServerEngine:
         if 0 < params.temperature < COLDEST:
             raise ValueError(f"{who}: temperature {params.temperature}: vLLM samples at {COLDEST}; raise it")
         if params.min_p and params.top_p < 1:
-            raise ValueError(f"{who}: min_p with top_p: vLLM applies min_p first, and the learner last; use one of them")
+            raise ValueError(
+                f"{who}: min_p with top_p: vLLM applies min_p first, and the learner last; use one of them"
+            )
 
     def _work(self) -> None:
         while (call := self._orders.get()) is not None:

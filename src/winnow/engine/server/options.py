@@ -117,5 +117,5 @@ def _require_flags(client: Client, config: Mapping[str, Any]) -> None:
     if transfer.get("backend") != BACKEND:
         raise client.error(
             f"its weight transfer is {transfer.get('backend')}; start it with --worker-extension-cls "
-            f"winnow.engine.vllm.files.Files --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'"
+            f'winnow.engine.vllm.files.Files --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
         )
