@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Iterable
+import sqlite3
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,24 @@ def assert_clean(run: Path) -> None:
     with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
         proof = ledger.verify()
     assert proof.ok, proof.problems
+
+
+def lags(run: Path) -> list[int]:
+    """Steps between the oldest token of each trained rollout and its update."""
+    with sqlite3.connect(run / "ledger.sqlite") as db:
+        query = "SELECT version - first_version FROM rollouts JOIN steps USING (step) WHERE fate = 'trained'"
+        return [row[0] for row in db.execute(query)]
+
+
+def at_step(k: int, do: Callable[[], object]) -> type[TrainerCallback]:
+    """A callback that does something after a step."""
+
+    class Does(TrainerCallback):
+        def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+            if state.global_step == k:
+                do()
+
+    return Does
 
 
 def _train_until(config: dict[str, Any], k: int) -> None:

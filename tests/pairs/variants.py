@@ -21,7 +21,7 @@ from .rising import Rising
 
 LISTS = ("gates",)
 """Fields that hold several methods."""
-EXTRAS = {("engine", "vllm"), ("sync", "ray"), ("learner", "fsdp")}
+EXTRAS = {("engine", "vllm"), ("sync", "ray"), ("sync", "server"), ("learner", "fsdp")}
 """Methods that need what `make test` does not install: tests/scale composes them with others."""
 ELSEWHERE = ("env",)
 """Tables that are no part of the sweep: an environment is what the others act in."""

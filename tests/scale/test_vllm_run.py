@@ -78,7 +78,7 @@ def stale_head(monkeypatch: pytest.MonkeyPatch) -> None:
         first.append(model.lm_head.weight.detach().clone())
         model.lm_head.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, first[0], bias)
 
-    monkeypatch.setattr("winnow.engine.vllm.core._retie", keep)
+    monkeypatch.setattr("winnow.engine.vllm.core.retie", keep)
 
 
 def stale_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:

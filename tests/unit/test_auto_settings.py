@@ -19,6 +19,7 @@ from winnow.config import RunConfig, validate
 from winnow.config.options import name_of
 from winnow.engine import LocalOptions, VllmOptions
 from winnow.engine.initial_model import InitialModel
+from winnow.engine.server.options import ServerOptions
 from winnow.record.resume_keys import changes_of, resumed_config
 from winnow.run.budget import AT_MOST
 from winnow.run.resolve import (
@@ -326,6 +327,16 @@ def test_what_the_engine_is_on_a_gpu_is_settled_once_and_kept(sync: Any, engine:
         assert name_of(settled.config.engine) == engine
         assert "engine" in settled.why
         assert resolved(settled.config, start(), resumed=True, no_vllm="pip").config.engine == settled.config.engine
+
+
+def test_servers_leave_no_engine_to_choose_and_no_memory_to_plan_for() -> None:
+    c = config(sync={"name": "server", "url": "http://here"}, max_lag=1)
+    with PretendCuda():
+        settled, alone = (resolved(c, start(), no_vllm="", alone=alone) for alone in (False, True))
+    assert settled.config.engine == "auto"
+    assert settled.engine == ServerOptions("http://here", 300.0, max_length=c.longest)
+    assert list(settled.budgets) == ["learner GPU"]
+    assert isinstance(alone.engine, VllmOptions)
 
 
 def test_dots_reach_into_a_section_of_the_run(tmp_path: Path) -> None:

@@ -167,9 +167,10 @@ CAPABILITIES = {
 
 
 class Engine(Protocol):
-    """A generation engine. `dtype`, `release()`, `close()` and `seconds` are optional.
+    """A generation engine. `dtype`, `load_file()`, `release()`, `close()` and `seconds` are optional.
 
     `dtype`: compute dtype (e.g. `float32`); without it, the learner comparison allows for bfloat16 rounding.
+    `load_file(path, version)`: `load_weights` from a safetensors file, for an engine that has it read elsewhere.
     `release()`: called before an update in the same process; frees the weights' memory until `load_weights`.
     `close()`: called at the end of a run; frees what would outlast the object, such as another library's memory.
     `seconds`: `Seconds(*ENGINE_SECONDS)` of its steps; without it, they are reported as one figure.

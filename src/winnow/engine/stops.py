@@ -10,6 +10,18 @@ SLACK = 8
 """Extra tokens decoded before the longest stop string, so that no cut character or stripped space is at its edge."""
 
 
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """Return the text in which stop strings are looked for; special tokens count as text."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def completes(tokenizer: Any, stops: tuple[str, ...], token_ids: np.ndarray) -> bool:
+    """Return whether the last of `token_ids` (all sampled so far) completed one of the stop strings."""
+    longest = max(len(stop.encode()) for stop in stops)
+    text = decode(tokenizer, token_ids[-longest - SLACK :].tolist())
+    return any(stop in text for stop in stops)
+
+
 class StopTable:
     """Row s of `alert` [sets, V] marks tokens that end a sequence of stop set s or may complete a stop string."""
 
@@ -40,14 +52,10 @@ class StopTable:
     def completed(self, stop_set: int, token_ids: np.ndarray) -> bool:
         """Return whether the last of `token_ids` (all sampled so far) completed a stop string."""
         stops = self._stops[stop_set]
-        if not stops:
-            return False
-        longest = max(len(stop.encode()) for stop in stops)
-        text = self._decode(token_ids[-longest - SLACK :].tolist())
-        return any(stop in text for stop in stops)
+        return bool(stops) and completes(self._tokenizer, stops, token_ids)
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return decode(self._tokenizer, ids)
 
     def _token_texts(self) -> list[tuple[str, str]]:
         """Return each token's text alone and after another token (some decoders add or drop a space)."""

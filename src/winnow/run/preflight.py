@@ -277,7 +277,8 @@ def placement(r: Resolved, sizes: Sizes, rollouts: int, *, sent: bool = True) ->
             4 * sizes.total
             + positions * engine_bytes(engine) * Shapes.from_model(r.model.meta_model, c.lora).kv_elements
         )
-        places["samplers"]["mib"] = round(processes * PROCESS_MIB + bytes_ / MIB)
+        holds_model = r.options.engine_of(0) is None  # else a server of the user's holds it
+        places["samplers"]["mib"] = round(processes * PROCESS_MIB + holds_model * bytes_ / MIB)
     if "ranks" in places:
         cut_among = r.options.learner.fsdp_size or places["ranks"]["count"]
         reference = 4 * sizes.total if c.keeps_reference and c.lora is None else 0

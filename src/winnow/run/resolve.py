@@ -60,12 +60,8 @@ def resolve(
     values, why = model.decides(c)
     why |= dict.fromkeys(("dtype", "threads"), "as the run began" if resumed else "as configured")
 
-    spec, engine = c.engine, options.engine
-    if name_of(spec) == AUTO:
-        where = machine.device.type if alone else _sampler_device(options, machine.device.type)
-        spec, because = choose_engine(c, options, parameters, where, machine.no_vllm)
-        why |= {"engine": because} if on_gpu else {}
-        engine = method(ENGINES, spec, "engine")
+    spec, engine, because = _chosen_engine(c, options, machine, parameters, alone)
+    why |= {"engine": because} if because else {}
 
     dtype: str = "bfloat16" if machine.planned_gpus and c.dtype == "auto" else c.dtype
     preferred, why_preferred = choose_dtype(c, parameters, machine)
@@ -111,6 +107,22 @@ def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = Fal
 # ---------------------------------------------------------------- engine
 
 
+def _chosen_engine(
+    c: RunConfig, options: Options, machine: Machine, parameters: int, alone: bool
+) -> tuple[MethodSpec, Any, str]:
+    """Return the engine, its options, and why; empty: nothing to tell."""
+    serves = None if alone else options.engine_of(0)
+    if serves is not None:
+        if name_of(c.engine) != AUTO:
+            raise ConfigError(f"engine: {name_of(c.engine)} has no effect with sync: {name_of(c.sync)}; remove it")
+        return c.engine, serves, f"sync: {name_of(c.sync)} samples"
+    if name_of(c.engine) != AUTO:
+        return c.engine, options.engine, ""
+    where = machine.device.type if alone else _sampler_device(options, machine.device.type)
+    spec, because = choose_engine(c, options, parameters, where, machine.no_vllm)
+    return spec, method(ENGINES, spec, "engine"), because if machine.device.type == "cuda" else ""
+
+
 def choose_engine(
     c: RunConfig, options: Options, parameters: int, device: str, no_vllm: str = ""
 ) -> tuple[MethodSpec, str]:
@@ -140,9 +152,14 @@ def choose_engine(
     return ({"name": name} | given if given else name), why
 
 
-def engine_for_run(c: RunConfig, options: Options, *, alone: bool = False) -> Any:
-    """Return the engine's options with this run's lengths and share of the GPU. `alone`: on a GPU without a learner."""
-    engine = options.engine if options.engine is not None else LocalOptions()  # `auto` without a whole run
+def engine_for_run(c: RunConfig, options: Options, *, alone: bool = False, slot: int = 0) -> Any:
+    """Return the engine's options with this run's lengths and share of the GPU.
+
+    `alone`: on a GPU without a learner. `slot`: of the sampler, where each has an engine of its own.
+    """
+    engine = None if alone else options.engine_of(slot)
+    if engine is None:
+        engine = options.engine if options.engine is not None else LocalOptions()  # `auto` without a whole run
     if not hasattr(engine, "for_run"):
         return engine
     apart = alone or options.samples_elsewhere
@@ -256,6 +273,8 @@ def _sizes_on_gpu(
     shapes, engine = Shapes.from_model(model.meta_model, c.lora), options.engine
     apart = not alone and (options.samples_elsewhere or machine.planned_gpus > 1)
     roles = {"learner GPU": (True, False), "sampler GPU": (False, True)} if apart else {"GPU": (not alone, True)}
+    if not alone and options.engine_of(0) is not None:
+        del roles["sampler GPU"]
     sizes = Sizes({}, {}, {}, {})
     for name, (learner, sampler) in roles.items():
         for_run = engine_for_run(c, options, alone=not learner)

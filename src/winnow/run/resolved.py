@@ -67,6 +67,11 @@ class Options:
         """Whether samplers build model, task and rewards by name, so that the learner's process needs no engine."""
         return "own_engine" in self.sync.provides
 
+    def engine_of(self, slot: int) -> Any:
+        """Return the options of a sampler's engine that come with `sync`; None: samplers have the run's engine."""
+        of_slot = getattr(self.sync, "engine_of", None)
+        return None if of_slot is None else of_slot(slot)
+
     @property
     def samples_elsewhere(self) -> bool:
         """Whether samplers have their own devices; sampler processes share the learner's unless given some."""

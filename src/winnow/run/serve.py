@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import queue
+import sys
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, ExpectedError
 from ..base.failpoint import failpoint
 from ..base.forkserver import call_itself, lines_with_parent
 from ..base.machine import gpu_gib, resident_mib
@@ -68,7 +69,8 @@ class Server:
         tokenizer = with_template(load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
         model = InitialModel.from_config(c)
         base = None if model.adapter is None else model.load()[0]
-        self.engine = build_engine(engine_for_run(c, methods), c, model.reference(c.device, base), tokenizer)
+        engine = engine_for_run(c, methods, slot=start["slot"])
+        self.engine = build_engine(engine, c, model.reference(c.device, base), tokenizer)
         self.rewarder = build_rewarder(c, self.task)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])
@@ -124,7 +126,11 @@ class Server:
     def _load(self, message: dict[str, Any]) -> None:
         failpoint("sampler.load")
         with busy(self._reply), self.runner.seconds.phase("publish"):
-            self.engine.load_weights(self._read(message), message["version"])
+            load_file = getattr(self.engine, "load_file", None)
+            if load_file is not None:
+                load_file(message["weights"], message["version"])
+            else:
+                self.engine.load_weights(self._read(message), message["version"])
         self.runner.set_rules([rule_from(state, self.rule_types[state["name"]]) for state in message["rules"]])
         self.rewarder.trainer_state.global_step = message["version"]
         dtype = str(getattr(self.engine, "dtype", "unknown"))
@@ -144,7 +150,10 @@ def main() -> None:
     """Serve the learner over standard input and output."""
     call_itself(PROCESS_NAME)
     inbox, write = lines_with_parent(lambda: os._exit(1))
-    serve(inbox, lambda content: write(json.dumps(content)))
+    try:
+        serve(inbox, lambda content: write(json.dumps(content)))
+    except ExpectedError as error:
+        sys.exit(str(error))
 
 
 def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeights = read_weights) -> None:

@@ -114,6 +114,10 @@ class PoolOptions:
         """Return the device of a sampler in a run on `device`; None: the same."""
         return None
 
+    def engine_of(self, slot: int) -> Any:
+        """Return the options of a sampler's engine, where they come with the sampler; None: the run's engine."""
+        return None
+
 
 class GroupSource(Protocol):
     """Source of training groups: all a collector knows of a sampler."""

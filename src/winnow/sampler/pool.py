@@ -160,7 +160,7 @@ class SamplerPool(Sampler):
         """Send a scheduled sampler what it needs to build its engine."""
         member.stage, member.where, member.version = Stage.PLACED, where, self._transport.version
         device = {"device": self.options.device_of(member.slot, self._device)}
-        first = {"version": member.version, "rules": self._rules}
+        first = {"slot": member.slot, "version": member.version, "rules": self._rules}
         member.channel.send({"start": self._orders | device | first})
         self._dispatch()
 
@@ -270,19 +270,20 @@ class SamplerPool(Sampler):
         """
         ended = member.channel.kill()
         how = why or ended
+        last_line = how.rstrip().rpartition("\n")[2]
         place = self._members.index(member)
         if member.consecutive_failures < self.options.max_restarts:
             new = self._start(member.slot)
             new.consecutive_failures, new.window = member.consecutive_failures + 1, member.window
             new.window.restarts += 1
             self._members[place : place + 1] = [new]
+            warnings.warn(f"sync: {member.name} {what} and is replaced: {last_line[-1000:]}", stacklevel=2)
         else:
             del self._members[place]
             self._give_up(member, f"{member.name} {what} ({how})")
         failed, again = [], []
         for sent in member.flights.values():
             if sent.again and member.ready:
-                last_line = how.rstrip().rpartition("\n")[2]
                 reason = f"two samplers that worked on it ended: {what} ({last_line[-300:]})"
                 failed.append(failed_group(sent.job, reason, greedy=self._greedy))
             else:

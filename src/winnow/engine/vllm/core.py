@@ -32,6 +32,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from .adapters import Adapters, AdapterSlot
 from .scratch import Scratch, environment
+from .tied import retie
 
 Shapes = list[tuple[str, tuple[int, ...], torch.dtype]]
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
@@ -142,7 +143,7 @@ class Core:
             self._slot.load(dict(weights))
             return
         self._worker.reload_weights(weights_iterator=iter(weights))
-        _retie(self.runner.model, self._tied)
+        retie(self.runner.model, self._tied)
 
 
 def _forget_engines_of_before() -> None:
@@ -297,15 +298,3 @@ def _start(rank: int, address: Mapping[str, str]) -> subprocess.Popen[bytes]:
     env = os.environ | address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", FOLLOW, str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
-
-
-def _retie(model: Any, tied: bool) -> None:
-    """vLLM's reload leaves a tied head with the old weights, and on a CPU with a packed copy of them."""
-    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
-    if not tied or head is None or embedding is None or head is embedding:
-        return
-    head.tie_weights(embedding)
-    if hasattr(head, "cpu_linear"):
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        dispatch_cpu_unquantized_gemm(head, remove_weight=False)

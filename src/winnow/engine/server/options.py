@@ -1,0 +1,121 @@
+"""Options of the engine that is a vLLM server, and what such a server must be started with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ...base.errors import ConfigError
+from ..loading import ModelReference
+from .client import Client, ServerError, StatusError, UnreachableError
+
+BACKEND = "winnow"
+"""Name of the backend in `engine/vllm/files.py`, which a process without vLLM cannot import."""
+WAIT_S = 100.0
+"""Longest wait for a server that may be restarting, with any time limit; below what a sampler has to start."""
+LOOK_S = 1.0
+"""Seconds between two looks at it."""
+HEALTH_S = 10.0
+"""Longest wait for the answer to one look."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """One vLLM server, started by the user."""
+
+    provides: ClassVar[frozenset[str]] = frozenset({"logp"})
+
+    url: str
+    timeout_s: float
+    """Longest wait for an answer: to a call, or to any of the requests that run."""
+    slots: int = 256
+    """Requests sent at once; the server batches them."""
+    max_length: int | None = None
+    """Tokens of the longest request, completion included, if known."""
+
+    def for_run(self, longest: int | None, share: float, *, sleep: bool) -> ServerOptions:
+        """With the length of this run."""
+        return replace(self, max_length=longest)
+
+    def build(self, model: ModelReference, tokenizer: Any) -> Any:
+        """Build the engine, waiting for a server that restarts. Raises errors as `connect` does."""
+        from .engine import ServerEngine
+
+        client, config = connect(self, min(WAIT_S, self.timeout_s))
+        return ServerEngine(client, self, config, model, tokenizer)
+
+
+def connect(options: ServerOptions, wait_s: float) -> tuple[Client, Mapping[str, Any]]:
+    """Return a client of the server, and vLLM's configuration there.
+
+    Raises UnreachableError when it does not answer for `wait_s`, ConfigError when it cannot sample for runs, with the
+    flag to start it with.
+    """
+    client = Client(options.url)
+    _wait_for(client, wait_s)
+    try:
+        config = _config_of(client, options.timeout_s)
+        _require_tokens(client, options.timeout_s)
+        _require_flags(client, config)
+    except ServerError as error:
+        raise ConfigError(str(error)) from None
+    return client, config
+
+
+def _wait_for(client: Client, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            client.get("/health", HEALTH_S)
+            return
+        except ServerError as error:
+            if time.monotonic() > deadline:
+                raise UnreachableError(str(error)) from None
+        time.sleep(LOOK_S)
+
+
+def _config_of(client: Client, timeout_s: float) -> Mapping[str, Any]:
+    try:
+        answer = client.get("/server_info?config_format=json", timeout_s)
+    except StatusError as error:
+        raise client.error(
+            f"status {error.status} of /server_info; it is not a vLLM server, or has no interface for weight updates: "
+            "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+        ) from None
+    try:
+        config: Mapping[str, Any] = answer["vllm_config"]
+        int(config["model_config"]["max_model_len"])
+    except (TypeError, KeyError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise client.error(f"its /server_info cannot be read ({what}); run a vLLM that Winnow is tested with") from None
+    return config
+
+
+def _require_tokens(client: Client, timeout_s: float) -> None:
+    """Raise ServerError unless the server takes and gives token ids. The empty request is refused before it runs."""
+    try:
+        client.post("/inference/v1/generate", {}, timeout_s)
+    except StatusError as error:
+        if error.status in (403, 404):
+            raise client.error("its interface of token ids is closed; start it with --enable-scale-out") from None
+        if error.status == 401:
+            raise client.error(
+                "it wants a key; start it without --api-key, on an address that only the run reaches"
+            ) from None
+
+
+def _require_flags(client: Client, config: Mapping[str, Any]) -> None:
+    mode = config["model_config"].get("logprobs_mode")
+    if mode != "processed_logprobs":
+        raise client.error(
+            f"its logprobs_mode is {mode}: log-probabilities of another distribution than it samples from; start it "
+            "with --logprobs-mode processed_logprobs"
+        )
+    transfer = config.get("weight_transfer_config") or {}
+    if transfer.get("backend") != BACKEND:
+        raise client.error(
+            f"its weight transfer is {transfer.get('backend')}; start it with --worker-extension-cls "
+            f'winnow.engine.vllm.files.Files --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
+        )
