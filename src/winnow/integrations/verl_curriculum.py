@@ -12,6 +12,7 @@ Knows no verl. A checkpoint is taken between steps, and continues the ledger in 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class Curriculum:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def draw(self, n: int, step: int) -> list[Visit]:
-        """Return the next visits to roll out for `step`, at most `n`; book them, and the skipped ones between them.
+        """Return the next `n` visits to roll out for `step`; book them, and the skipped ones between them.
 
         Raises RunStoppedError if the selector skips everything, RunDirectoryError if this is not the state of `step`.
         """
@@ -103,8 +104,8 @@ class Curriculum:
         visits = self._methods.selector.select(n, self._methods.audits.skips)
         ledger.visit(visits, step=step, version=step)
         kept = [visit for visit in visits if visit.verdict.keep]
-        if not kept:
-            raise nothing_left(step, visits)
+        if len(kept) < n:  # verl would wait for the others forever
+            raise nothing_left(step, visits[visits.index(kept[-1]) + 1 if kept else 0 :])
         return kept
 
     def launch(self, visit: Visit, size: int) -> None:
@@ -183,7 +184,7 @@ class Curriculum:
         self._records.metrics(metrics)
         self._records.samples(self.step, self._shown(batch), "train")
         for message in self._failures.observe(batch):
-            self._records.warning(self.step, message)
+            self._warn(message)
         if self._last:
             self._ledger.set_meta("finished", "true")
 
@@ -260,8 +261,12 @@ class Curriculum:
             self._restore(saved)
         self._ledger = ledger
         if self._changed:
-            self._records.warning(step, self._changed)
+            self._warn(self._changed)
         return ledger
+
+    def _warn(self, message: str) -> None:
+        self._records.warning(self.step, message)
+        warnings.warn(message, stacklevel=3)
 
     def _restore(self, saved: CurriculumState) -> None:
         with understood(CHECKPOINT), at("selector"):

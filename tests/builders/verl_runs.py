@@ -23,7 +23,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from winnow.engine.loading import load_tokenizer
 
-from ..builders.verl_steps import G, PROMPTS, row, score
+from .verl_steps import G, PROMPTS, row, score
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "verl.md"
 
