@@ -23,7 +23,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from winnow.engine.loading import load_tokenizer
 
-from .verl_steps import G, PROMPTS, row, score
+from .verl_steps import PROMPTS, G, row, score
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "verl.md"
 
@@ -121,12 +121,12 @@ def _item(value: Any, i: int) -> Any:
     return value.data if isinstance(value, NonTensorData) else value[i]
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """verl dies in an update."""
 
 
 class Trainer(PPOTrainerSync):
-    """`trained`: keys of the batch of each step. `dies_at`: the step whose update raises `Killed`."""
+    """`trained`: keys of the batch of each step. `dies_at`: the step whose update raises `KilledError`."""
 
     def __init__(self, config: Any, *, dies_at: int | None = None) -> None:
         self.trained: list[list[str]] = []
@@ -149,7 +149,7 @@ class Trainer(PPOTrainerSync):
 
     def _update_actor(self, batch: Any, metrics: Any) -> Any:
         if self.global_steps == self.dies_at:
-            raise Killed
+            raise KilledError
         self.trained.append(list(batch.keys))
         return batch
 
@@ -166,7 +166,7 @@ def run(config: Any, rollouts: Rollouts | None = None, *, dies_at: int | None = 
     trainer.init()
     try:
         trainer.fit(rollouts or Rollouts())
-    except Killed:
+    except KilledError:
         pass
     finally:
         if trainer.replay_buffer.curriculum is not None:

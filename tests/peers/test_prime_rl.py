@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-vf = pytest.importorskip("verifiers.v1")
+pytest.importorskip("verifiers.v1")
+
+import verifiers.v1 as vf
 
 from winnow.integrations.prime_rl import WinnowSampler
 

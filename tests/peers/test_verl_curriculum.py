@@ -24,8 +24,8 @@ from winnow.record.stop_conditions import RunStoppedError
 from ..builders.commands import winnow
 from ..builders.runs import metrics_of
 from ..builders.tokenizers import chat_model
-from ..builders.verl_steps import G, PROMPTS
 from ..builders.verl_runs import Rollouts, config_of, ordinals_of, run, settings_of_the_page
+from ..builders.verl_steps import PROMPTS, G
 
 __all__ = ["chat_model"]  # a fixture
 OWN = "+trainer.v1.sampler.sampler_kwargs"

@@ -11,14 +11,14 @@ data set's state; its trainer asks the buffer for the rollouts. Everything else 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..base.errors import ConfigError
 from ..types import Fate
-from .verl_config import KWARGS, run_config, value_at
+from .verl_config import run_config, value_at
 from .verl_curriculum import Curriculum
 from .verl_data import IDENTITY, VerlRows
 from .verl_rollouts import Trajectory
@@ -52,14 +52,15 @@ class WinnowDataset(RLHFDataset):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._buffer = WinnowReplayBuffer.latest
-        if self._buffer is None:
+        buffer = WinnowReplayBuffer.latest
+        if buffer is None:
             raise ConfigError(
                 f"trainer.v1.sampler.custom_sampler: not set, or trainer.use_v1 is False; set path={WHERE} and "
                 "name=WinnowReplayBuffer"
             )
         super().__init__(*args, **kwargs)
-        self._curriculum = self._buffer.attach(self) if self._buffer.curriculum is None else None
+        self._buffer = buffer
+        self._curriculum = buffer.attach(self) if buffer.curriculum is None else None
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         """Return the next rows to roll out, as many as `indices`; of held-out data those rows."""
@@ -93,7 +94,7 @@ class WinnowReplayBuffer(ReplayBuffer):
     """The last one built, to which the data sets that verl builds next belong."""
 
     def __init__(self, *, refill_fn: Any, sampler_kwargs: Any, **given: Any) -> None:
-        self._trainer = getattr(refill_fn, "__self__", None)
+        self._trainer: Any = getattr(refill_fn, "__self__", None)
         if not hasattr(self._trainer, "config"):
             raise ConfigError(
                 f"trainer.v1.sampler.custom_sampler: refill_fn is no method of verl's trainer ({refill_fn!r:.80}); use "

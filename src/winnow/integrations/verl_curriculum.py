@@ -159,8 +159,8 @@ class Curriculum:
         if decides is not None and rewarded and not any(decides in rollout.rewards for rollout in rewarded):
             names = ", ".join(sorted({name for rollout in rewarded for name in rollout.rewards})) or "only a number"
             raise ConfigError(
-                f"{KWARGS}: success: function: compute_score returns no '{decides}' ({names}); name one of its keys, or "
-                "give at_least alone"
+                f"{KWARGS}: success: function: compute_score returns no '{decides}' ({names}); name one of its keys, "
+                "or give at_least alone"
             )
         for group in batch:
             self._tally.finished(group)
