@@ -81,10 +81,10 @@ install-peers: $(PEERS)/.installed
 $(PEERS)/.installed: pyproject.toml constraints-peers.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints-peers.txt torch==2.13.0
-	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints-peers.txt -e '.[verifiers]' verl pytest pytest-xdist hypothesis psutil
+	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints-peers.txt -e '.[verifiers]' verl TransferQueue pytest pytest-xdist hypothesis psutil
 	touch $@
 
-test-peers: $(PEERS)/.installed ## environments of verifiers, rewards and data of verl, as they are installed (2 GB)
+test-peers: $(PEERS)/.installed ## environments of verifiers; rewards, data and trainer of verl, as they are installed (2 GB)
 	$(PEERS)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/peers
 
 # Both write as they go and can be stopped and started again; `build/` is not kept in the repository.

@@ -29,7 +29,7 @@ from .methods.size import GroupSize, checked_additional_size, checked_size
 from .record.account import Account
 from .record.failures import FailureWatch, cause_of
 from .record.step_metrics import Tally, TokenState, TokenTotals
-from .record.stop_conditions import Limits, RunStoppedError, StopConditions
+from .record.stop_conditions import Limits, RunStoppedError, StopConditions, nothing_left
 from .reuse import Reuse, UsedState
 from .rollout.in_flight import reward_truncated
 from .sampler.base import GroupSource
@@ -244,12 +244,7 @@ class Collector:
             self._start(visit, checked_size(self.group_size, visit.prompt))
         self._exhausted = len(kept) < n
         if not kept and not in_flight:
-            reason = next((v.verdict.reason for v in reversed(visits)), "")
-            self.stop = RunStoppedError(
-                f"step {step}: the selector skipped the last {len(visits):,} visits, more than a whole epoch, so "
-                f"nothing is left to roll out (last reason: {reason}). The prompts are too easy or too hard for this "
-                "policy: use other prompts, or selector: uniform"
-            )
+            self.stop = nothing_left(step, visits)
 
     def _start(self, visit: Visit, size: int) -> None:
         version, first = self.sampler.version, 0

@@ -140,7 +140,7 @@ def test_a_resumed_run_goes_on_with_its_account(arguments: dict[str, Any], tmp_p
     assert all(line["seconds/generate/waiting"] > 0 for line in lines)
     assert not any("num_computed_tokens" in line or "num_decoded_tokens" in line for line in lines), "TRL generates"
     assert proven(tmp_path / "out")["trained"]["rollouts"] == 4 * G * PROMPTS
-    with pytest.raises(RunDirectoryError, match=r"saved with other filter; go on with the same"):
+    with pytest.raises(RunDirectoryError, match=r"saved with other filter \(.+, now .+\); go on with the same"):
         WinnowGRPOTrainer(**arguments | {"args": longer}, selector="greso").train(resume_from_checkpoint=True)
     with pytest.raises(RunDirectoryError, match="already holds a run"):
         WinnowGRPOTrainer(**arguments | {"args": longer}, **methods).train()

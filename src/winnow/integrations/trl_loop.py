@@ -13,24 +13,22 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..base.errors import ConfigError
-from ..base.files import private_directory, write_json
 from ..base.seconds import now
 from ..base.state import at
 from ..collect import Batch, Collector, LoopState
-from ..config import METHODS, RunConfig, as_saved
+from ..config import RunConfig, as_saved
 from ..env.base import Task
 from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of
-from ..record.ledger import Ledger
-from ..record.records import CHARTS, CONFIG, LEDGER, Records, RunDirectoryError, read_metrics
-from ..record.resume_keys import MAY_CHANGE_ON_RESUME
+from ..record.records import Records, RunDirectoryError, read_metrics
 from ..record.stop_conditions import Limits
 from ..record.user_code import changes, code_of
-from ..run.build_methods import build_collector, method_charts, step_options
+from ..run.build_methods import build_collector, step_options
 from ..run.checkpoint import load_state_in_trl, refuse_used_directory, understood
 from ..run.resolved import Options
 from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
+from .hosted import open_account, require_ledger, require_unchanged
 from .trl_batch import Tensors, batch_of, widened
 from .trl_config import ENDLESS, methods_of
 from .trl_engine import NO_REWARD, EngineInTrl, RollOut, TrlSampler
@@ -167,34 +165,18 @@ class LoopInTrl:
         instead = f"start a new run from its weights: model='{path.parent}' and another output_dir"
         if not path.is_file():
             raise RunDirectoryError(f"{path}: missing; this checkpoint was not saved by WinnowGRPOTrainer; {instead}")
-        if not (self.run_dir / LEDGER).is_file():
-            raise RunDirectoryError(
-                f"{self.run_dir / LEDGER}: missing; {path.parent} continues a ledger; resume with the output_dir that "
-                f"has it, or {instead}"
-            )
-        state, now = load_state_in_trl(path), as_saved(self.config)
-        kept = {*METHODS, "audit", "seed", "success"} - MAY_CHANGE_ON_RESUME
-        changed = [key for key in sorted(kept) if state["config"].get(key) != now.get(key)]
-        if changed or state["task"] != self._task.fingerprint():
-            what = ", ".join(changed) or "train_dataset"
-            raise RunDirectoryError(f"{path}: saved with other {what}; go on with the same, or start a new run")
+        require_ledger(self.run_dir, path.parent, instead)
+        state = load_state_in_trl(path)
+        same_prompts = state["task"] == self._task.fingerprint()
+        require_unchanged(path, state["config"], self.config, same_prompts, "train_dataset")
         strict = self.config.resume == "strict"
         self._changed = changes(state["code"], self._code, state["loop"]["step"], strict=strict)
         self._resumed, self._resumed_from = state, path
 
     def _begin(self) -> Collector:
         c, m, state, _ = self.config, self._methods, self._resumed, self._code
-        private_directory(self.run_dir)
-        write_json(self.run_dir / CONFIG, as_saved(c), private=True)
-        write_json(self.run_dir / CHARTS, method_charts(c, Options.from_config(c)), private=True)
-        self._ledger = ledger = Ledger.open(self.run_dir / LEDGER)
-        ledger.judge = m.judge
-        if state is not None:
-            ledger.rollback(state["ledger"], reason=f"resumed from step {state['loop']['step']}")
-        else:
-            ledger.set_meta("max_lag", "0")
-            ledger.set_meta("success", str(m.judge.success))
-            ledger.set_meta("finished", "false")
+        mark, step = (None, 0) if state is None else (state["ledger"], state["loop"]["step"])
+        self._ledger = ledger = open_account(c, m.judge, mark, step)
         self._records = Records(self.run_dir, c, (state or {}).get("offsets"), tokenizer=self._trainer._tokenizer)
         if self._changed:
             self._warn(self._changed)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..base.errors import ExpectedError
 from ..methods.filter import Filter
 from ..methods.group_kind import GroupJudge
-from ..types import LIMITS, Group, GroupKind
+from ..types import LIMITS, Group, GroupKind, Visit
 from .step_metrics import Tally
 
 MIN_FAILURES_JUDGED = 32
@@ -27,6 +27,16 @@ class TaskSolvedError(RunStoppedError):
 
 class OutOfMemoryError(RunStoppedError):
     """Memory ran out within a step: nothing is saved, and the run resumes from its last checkpoint."""
+
+
+def nothing_left(step: int, visits: Sequence[Visit]) -> RunStoppedError:
+    """Return the error for a selector that skipped all of `visits`, its last ones."""
+    reason = next((v.verdict.reason for v in reversed(visits)), "")
+    return RunStoppedError(
+        f"step {step}: the selector skipped the last {len(visits):,} visits, more than a whole epoch, so nothing is "
+        f"left to roll out (last reason: {reason}). The prompts are too easy or too hard for this policy: use other "
+        "prompts, or selector: uniform"
+    )
 
 
 @contextmanager

@@ -56,15 +56,20 @@ def _of_every_table(marks: dict[str, Mark]) -> dict[str, Mark]:
     return marks
 
 
-class SavedState(State):
-    """State shared by checkpoints of a run and of a run inside TRL."""
+class SavedAccount(State):
+    """Configuration and account of a run, as every checkpoint has them."""
 
-    loop: LoopState
     config: dict[str, Any]
     offsets: dict[str, Count]
     ledger: Annotated[dict[str, Mark], AfterValidator(_of_every_table)]
     code: dict[str, str]
     """Digests of the user's code."""
+
+
+class SavedState(SavedAccount):
+    """State shared by checkpoints of a run and of a run inside TRL."""
+
+    loop: LoopState
 
 
 class StateInTrl(SavedState):

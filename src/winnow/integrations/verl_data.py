@@ -1,0 +1,66 @@
+"""verl's training rows as a Winnow task: what selectors know of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..base.errors import ConfigError
+from ..env.dataset import DatasetConfig, DatasetTask
+from ..env.prompt_store import Store
+from ..env.row_files import DataError, Row
+from ..env.rows import rows_of
+
+FILES = "data.train_files"
+IDENTITY = ("data_source", "reward_model")
+"""Columns that belong to the identity of a prompt, as its text does."""
+
+
+class VerlRows(DatasetTask):
+    """Rows of verl's data set in its order. A prompt's id is `data_source:index`, or a hash of its text.
+
+    Raises DataError naming a row without a prompt.
+    """
+
+    def __init__(self, rows: Iterable[Any], prompt_key: str = "prompt") -> None:
+        self._prompt_key = prompt_key
+        super().__init__(DatasetConfig(path=FILES), rows_of(rows, FILES))
+
+    def require_batch(self, size: int) -> None:
+        """Raise ConfigError if verl, which drops incomplete batches, would train no step."""
+        if len(self.train) < size:
+            raise ConfigError(
+                f"{FILES}: {len(self.train)} prompts, but a batch has {size} (data.train_batch_size): verl would train "
+                "no step; give more prompts, or lower data.train_batch_size"
+            )
+
+    def _stored(self, rows: Iterable[Row]) -> Store:
+        store = Store()
+        for row in rows:
+            prompt = row.values.get(self._prompt_key)
+            if self._prompt_key not in row.values:
+                has = ", ".join(sorted(row.values))
+                raise DataError(f"{row.where}: no column '{self._prompt_key}' (columns: {has}); set data.prompt_key")
+            text = prompt if isinstance(prompt, str) else None
+            if text is None and not _is_chat(prompt):
+                raise DataError(f"{row.where}: '{self._prompt_key}' must be text or messages, not {prompt!r:.60}")
+            messages = None if text is not None else tuple(_filled(message) for message in prompt or ())
+            identity = {name: row.values[name] for name in IDENTITY if name in row.values}
+            store.add(Row(row.place, row.number, identity), _own_id(row.values), text, messages)
+        store.finish(may_repeat=True)
+        return store
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(m, Mapping) and "role" in m for m in prompt)
+
+
+def _filled(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without the keys that only other rows fill."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _own_id(values: Mapping[str, Any]) -> str | None:
+    extra = values.get("extra_info")
+    index = extra.get("index") if isinstance(extra, Mapping) else None
+    return None if index is None else f"{values.get('data_source', 'row')}:{index}"
