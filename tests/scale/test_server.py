@@ -27,11 +27,15 @@ from winnow.engine import Finished, LocalEngine, ModelReference, Request, Sampli
 from winnow.engine.server.client import Client, ServerError
 from winnow.engine.server.engine import ServerEngine
 from winnow.engine.server.options import ServerOptions
+from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.logprob import TokenDistribution
+from winnow.learner.teacher_server import TeacherServer
 
 from .. import parity
 from ..builders.runs import assert_clean, at_step, lags, metrics_of
 from ..e2e import test_pages as pages
 from ..unit.engine_models import make_model, word_tokenizer
+from ..unit.learner_models import random_rows
 
 pytest.importorskip("vllm")
 
@@ -125,6 +129,18 @@ def engine(server: RealServer, tied: Path, model: Any, tokenizer: Any) -> Iterat
     built.load_weights(model.state_dict(), 0)
     yield built
     built.close()
+
+
+def test_it_can_be_a_teacher(server: RealServer, engine: ServerEngine, model: Any, tokenizer: Any) -> None:
+    """Its log-probabilities of whole rollouts are those of the model."""
+    teacher = TeacherServer.connect(server.url, None, 60.0)
+    n_tokens = engine.facts.vocab_size
+    teacher.require_same_tokens(tokenizer, n_tokens)
+    rows = [row for row in random_rows() if max(*row.rollout.prompt_ids, *row.rollout.token_ids) < n_tokens]
+    padded = TokenDistribution(model.config.vocab_size)  # vLLM counts ids that no token has
+    own = LocalLearner(model, padded, LearnerOptions()).logp(rows)
+    for theirs, ours in zip(teacher.logp(rows), own, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-3)
 
 
 def ask(n: int, **params: Any) -> list[Request]:

@@ -15,11 +15,12 @@ import torch
 
 from winnow import ConfigError, Trainer
 from winnow.config import validate
+from winnow.engine.server.client import ServerError
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.rows import Row
 from winnow.learner.teacher import Teacher, hinted
-from winnow.learner.teacher_server import TeacherLostError, TeacherServer
+from winnow.learner.teacher_server import TeacherServer
 from winnow.methods.correct.none import NoCorrection
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.loss import LossConfig
@@ -261,7 +262,7 @@ def test_a_servers_vocabulary_is_compared(server: Any) -> None:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("error", "completions answered 500"),
+        ("error", "/v1/completions: status 500"),
         ("none", "without the log-probabilities of the tokens"),
         ("others", "without the log-probabilities of the tokens"),
     ],
@@ -269,7 +270,7 @@ def test_a_servers_vocabulary_is_compared(server: Any) -> None:
 def test_a_server_that_answers_something_else_ends_the_run(server: Any, broken: str, message: str) -> None:
     teacher = connected(server)
     server.broken = broken
-    with pytest.raises(TeacherLostError, match=message):
+    with pytest.raises(ServerError, match=message):
         teacher.logp(random_rows())
 
 
@@ -282,7 +283,7 @@ def test_a_probability_of_zero_is_no_number(server: Any) -> None:
 def test_a_server_that_is_not_there_or_has_another_model_is_refused(server: Any) -> None:
     with pytest.raises(ConfigError, match="does not serve 'other'; it has teacher"):
         connected(server, "other")
-    with pytest.raises(ConfigError, match=r"does not answer: .*start it with `vllm serve MODEL`"):
+    with pytest.raises(ConfigError, match=r"no answer to /v1/models .*start the server"):
         TeacherServer.connect("http://127.0.0.1:9", None, 2.0)
     with pytest.raises(ConfigError, match="has no http:// or https://"):
         TeacherServer.connect("localhost:8000", None, 2.0)

@@ -162,8 +162,7 @@ class LlamaBackend:
         q, k = self._interleave(q), self._interleave(k)
         bias = qk_norm = None
         if prefix + "self_attn.q_norm.weight" in state:
-            norms = (get(f"self_attn.{p}_norm.weight") for p in "qk")
-            q_norm, k_norm = (self._interleave(weight) for weight in norms)
+            q_norm, k_norm = (self._interleave(get(f"self_attn.{p}_norm.weight")) for p in "qk")
             qk_norm = torch.stack([q_norm * scale] * self._heads + [k_norm] * self._kv_heads)
         else:
             q = q * scale
@@ -173,9 +172,8 @@ class LlamaBackend:
             bias = torch.cat([q_bias, self._interleave(k_bias), v_bias]).to(self.dtype)
         gate_up = pack(scaled(get("mlp.gate_proj.weight"), up), scaled(get("mlp.up_proj.weight"), up))
         out, down = pack(get("self_attn.o_proj.weight")), pack(get("mlp.down_proj.weight"))
-        if self._folded:
-            before = after = None
-        return Layer(before, pack(q, k, v, bias=bias), qk_norm, out, after, gate_up, down)
+        norms = (None, None) if self._folded else (before, after)
+        return Layer(norms[0], pack(q, k, v, bias=bias), qk_norm, out, norms[1], gate_up, down)
 
     def _interleave(self, tensor: torch.Tensor) -> torch.Tensor:
         """[heads * D, ...] with the two halves of each head woven together: j, j + D/2, j + 1, ..."""

@@ -34,10 +34,14 @@ class StatusError(ServerError):
 
 
 class Client:
-    """Calls to one server, from any thread; each has a connection of its own, which the server sees close."""
+    """Calls to one server, from any thread; each has a connection of its own, which the server sees close.
 
-    def __init__(self, url: str) -> None:
+    `key`: of the configuration, where the URL comes from; `timeout_s` is next to it.
+    """
+
+    def __init__(self, url: str, key: str = "sync: server") -> None:
         parts = urlsplit(url)
+        self._key = key
         self.url = url.rstrip("/")
         self._prefix = parts.path.rstrip("/")
         self._address = parts.hostname or "", parts.port
@@ -57,7 +61,7 @@ class Client:
         return ServerError(self.named(what))
 
     def named(self, what: str) -> str:
-        return f"sync: server: url {self.url}: {what}"
+        return f"{self._key}: url {self.url}: {what}"
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         named = path.partition("?")[0]
@@ -71,7 +75,8 @@ class Client:
             raw = _read(response, time.monotonic() + timeout_s)
         except TimeoutError:
             raise self.error(
-                f"no answer to {named} within {timeout_s:.3g} s; see what the server does, or raise sync.timeout_s"
+                f"no answer to {named} within {timeout_s:.3g} s; see what the server does, or raise "
+                f"{self._key.partition(':')[0]}.timeout_s"
             ) from None
         except (OSError, http.client.HTTPException) as error:
             raise UnreachableError(
