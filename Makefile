@@ -75,13 +75,14 @@ test-scale: $(SCALE)/.installed ## vLLM on the CPU, and Ray; without the slow te
 test-scale-all: $(SCALE)/.installed
 	$(SCALE)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/scale
 
-# Environments and rewards of other packages, which pin libraries of their own.
+# Environments, rewards and trainers of other packages, which pin libraries of their own. Of `verl[verl-core]` what its trainer
+# imports: the rest is for GPUs.
 PEERS := .venv-peers
 install-peers: $(PEERS)/.installed
 $(PEERS)/.installed: pyproject.toml constraints-peers.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints-peers.txt torch==2.13.0
-	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints-peers.txt -e '.[verifiers]' verl TransferQueue pytest pytest-xdist hypothesis psutil
+	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints-peers.txt -e '.[verifiers]' verl TransferQueue cachetools fastapi uvicorn pytest pytest-xdist hypothesis psutil
 	touch $@
 
 test-peers: $(PEERS)/.installed ## environments of verifiers; rewards, data and trainer of verl, as they are installed (2 GB)

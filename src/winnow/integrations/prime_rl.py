@@ -48,7 +48,7 @@ class WinnowSampler(Iterator[Any]):
     def __init__(
         self,
         tasks: Sequence[Any],
-        selector: MethodSpec = "greso",
+        selector: MethodSpec,
         *,
         groups_per_step: int,
         seed: int = 0,

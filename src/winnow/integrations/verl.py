@@ -32,7 +32,7 @@ try:
     from verl.utils.dataset.rl_dataset import RLHFDataset
 except ImportError as error:
     raise ImportError(
-        f"winnow.integrations.verl needs verl 0.9 and TransferQueue ({error}); pip install 'verl==0.9.*' TransferQueue"
+        f"winnow.integrations.verl needs verl 0.9 with its trainer ({error}); pip install 'verl[verl-core]==0.9.*'"
     ) from error
 if not verl.__version__.startswith("0.9."):
     raise ImportError(f"winnow.integrations.verl needs verl 0.9, not {verl.__version__}; pip install 'verl==0.9.*'")
