@@ -72,6 +72,7 @@ VCPO = {"advantage": "opob", "policy_loss": "plain", "loss_type": "sequence_sum"
         {"reuse": {"updates": 2}, "selector": "bayes", "filter": "zero_variance"},
         {"group_size": {"name": "sequential", "probe": 2}, "selector": "greso", "filter": "zero_variance"},
         {"lora": {"r": 2}, "advantage": "remax"},
+        {"lora": {"r": 2}, "teacher": {"adapter": False}},
     ],
     ids=lambda value: str(value)[:40],
 )
