@@ -69,6 +69,7 @@ ARMS: dict[str, Arm] = {
     "no-drafts": Arm(("speculative=false",)),
     "bayes": Arm(("selector=bayes",)),
     "allocate": Arm(("group_size=allocate",)),
+    "pods": Arm((f"advantage={ROOT / 'benchmarks' / 'prototypes.py'}:Pods",)),
 }
 """Arms by name. What they are beside: docs/trials.md."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -52,6 +54,23 @@ def test_verdict(trials: Any, differences: list[float], pass_at_8: float, expect
 def test_a_rate_is_the_best_on_average_over_both_tuning_seeds(trials: Any) -> None:
     found = [(1e-4, 0.2), (1e-4, 0.3), (2e-4, 0.1), (2e-4, 0.38), (4e-4, 0.24), (4e-4, 0.22)]
     assert trials.best_rate([{"rate": rate, "pass@1": passed} for rate, passed in found]) == 1e-4
+
+
+@pytest.mark.usefixtures("trials")
+def test_pods_keeps_the_widest_rewards_and_the_size_of_the_gradient() -> None:
+    from prototypes import Pods, widest
+
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rewards = rng.choice([0.0, 0.25, 1.0], size=7)
+        best = max(rewards[list(some)].var() for some in itertools.combinations(range(7), 4))
+        assert rewards[widest(rewards, 4)].var() == pytest.approx(best)
+    rewards = np.array([1.0, 0.0, np.nan, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    found = Pods()(rewards)
+    assert np.isnan(found[2])
+    kept = found[~np.isnan(found) & (found != 0)]
+    assert (sorted(kept > 0), len(kept)) == ([False, False, True, True], 4)
+    assert kept[kept > 0] == pytest.approx(2 * 0.75 * 8 / 7)
 
 
 def test_arms_have_as_many_tries_and_seeds_are_unused(trials: Any) -> None:
