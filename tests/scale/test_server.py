@@ -307,7 +307,7 @@ def test_a_server_that_is_killed_and_started_again(
     real = RealServer(wide_model, tmp_path / "server.log")
     sync = {"name": "server", "url": real.url, "timeout_s": 90.0}
     config = tiny_config | {"model": str(wide_model), "sync": sync, "max_lag": 1, "correction": "truncate"}
-    config |= {"reward_funcs": [f"{parity.__file__}:parity_reward"], "max_steps": 6}
+    config |= {"reward_funcs": [f"{parity.__file__}:checksum_reward"], "max_steps": 6}
 
     def restart() -> None:
         real.kill()
