@@ -65,7 +65,7 @@ VCPO = {"advantage": "opob", "policy_loss": "plain", "loss_type": "sequence_sum"
         {"correction": "none"},
         {"correction": {"name": "mask", "level": "sequence", "high": 8}},
         {"correction": "m2po"},
-        {"policy_loss": "cispo"},
+        {"policy_loss": "cispo", "correction": "none"},
         {"policy_loss": "dppo", "correction": "none"},
         {"importance_sampling_level": "sequence", "correction": "none"},
         VCPO | {"correction": {"name": "truncate", "level": "sequence", "high": 8}},

@@ -156,7 +156,7 @@ def engine_for_run(c: RunConfig, options: Options, *, alone: bool = False, slot:
 
     `alone`: on a GPU without a learner. `slot`: of the sampler, where each has an engine of its own.
     """
-    engine = None if alone else options.engine_of(slot)
+    engine: Any = None if alone else options.engine_of(slot)
     if engine is None:
         engine = options.engine if options.engine is not None else LocalOptions()  # `auto` without a whole run
     if not hasattr(engine, "for_run"):
