@@ -19,6 +19,8 @@ Answer = dict[str, Any]
 
 
 class QuietServer(ThreadingHTTPServer):
+    request_queue_size = 2_048  # connections that wait, as in vLLM
+
     def handle_error(self, *args: Any) -> None:
         """Print nothing of clients that are gone."""
 

@@ -214,7 +214,7 @@ def test_stop_strings(engine: ServerEngine, tokenizer: Any) -> None:
         assert not re.search(r"w1\d?|w2 w3", tokenizer.decode(each.token_ids[:-1]))
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "qwen2"])
+@pytest.mark.parametrize("name", ["qwen2-tied", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_weights_that_change_while_sequences_run(
     server: RealServer, tied: Path, tokenizer: Any, tmp_path: Path, name: str
 ) -> None:
@@ -316,6 +316,7 @@ def test_both_commands_of_the_page_have_the_same_flags() -> None:
     assert flags[0] - own == flags[1]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again(
     tiny_config: dict[str, Any], wide_model: Path, tmp_path: Path
 ) -> None:
@@ -323,7 +324,7 @@ def test_a_server_that_is_killed_and_started_again(
     real = RealServer(wide_model, tmp_path / "server.log")
     sync = {"name": "server", "url": real.url, "timeout_s": 90.0}
     config = tiny_config | {"model": str(wide_model), "sync": sync, "max_lag": 1, "correction": "truncate"}
-    config |= {"reward_funcs": [f"{parity.__file__}:parity_reward"], "max_steps": 6}
+    config |= {"reward_funcs": [f"{parity.__file__}:checksum_reward"], "max_steps": 6}
 
     def restart() -> None:
         real.kill()
@@ -346,7 +347,6 @@ def test_a_server_that_is_killed_and_started_again(
     assert min(row["ess_ratio/with_gradient"] for row in rows) > 0.5
 
 
-@pytest.mark.slow
 def test_the_page_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty directory, with the server that the page starts."""
     monkeypatch.chdir(tmp_path)

@@ -153,7 +153,8 @@ def main() -> None:
     try:
         serve(inbox, lambda content: write(json.dumps(content)))
     except ExpectedError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)  # the interpreter would take seconds to end
 
 
 def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeights = read_weights) -> None:

@@ -28,7 +28,6 @@ from ..facts import Facts
 from ..loading import ModelReference, build_meta_model, set_generation_config
 from .answers import AnswerReader, Sent, WrongAnswerError
 from .client import Client, ServerError, StatusError
-from .options import ServerOptions
 
 LOOK_S = 0.05
 """Longest wait of a step."""
@@ -67,21 +66,29 @@ class Arrived(NamedTuple):
 class ServerEngine:
     """Implements `winnow.engine.base.Engine`. Not thread-safe; its own threads make the calls."""
 
-    provides = ServerOptions.provides
+    provides = frozenset({"logp"})
 
     def __init__(
-        self, client: Client, options: ServerOptions, config: Mapping[str, Any], model: ModelReference, tokenizer: Any
+        self,
+        client: Client,
+        config: Mapping[str, Any],
+        model: ModelReference,
+        tokenizer: Any,
+        *,
+        timeout_s: float,
+        slots: int,
+        max_length: int | None,
     ) -> None:
-        """`config`: the server's. Raises ConfigError when it has another model."""
+        """`config`: the server's. The others: see `ServerOptions`. Raises ConfigError when it has another model."""
         policy = model.loaded
         if policy is None:
             policy = build_meta_model(model.source)
             set_generation_config(policy, model.source)
         self.version = 0
         self.dtype = str(config["model_config"].get("dtype", "unknown")).removeprefix("torch.")
-        self._client, self._options = client, options
+        self._client, self._timeout_s, self._slots = client, timeout_s, slots
         limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        longest, length = min(options.max_length or limit, limit), int(config["model_config"]["max_model_len"])
+        longest, length = min(max_length or limit, limit), int(config["model_config"]["max_model_len"])
         if length < longest:
             raise ConfigError(
                 client.named(
@@ -115,7 +122,7 @@ class ServerEngine:
         shapes = {name: getattr(policy.config.get_text_config(), name, None) for name in SHAPES}
         known = {name: value for name, value in shapes.items() if value is not None}
         try:
-            client.post("/init_weight_transfer_engine", {"init_info": {"model": known}}, options.timeout_s)
+            client.post("/init_weight_transfer_engine", {"init_info": {"model": known}}, timeout_s)
         except ServerError as error:
             raise ConfigError(f"{error}; start it with the run's model") from None
 
@@ -154,7 +161,7 @@ class ServerEngine:
             call = self._call_of[request.id] = secrets.token_hex(8)
             self._calls[call] = request
             self._orders.put(call)
-        while len(self._threads) < min(self._options.slots, self.pending):
+        while len(self._threads) < min(self._slots, self.pending):
             self._threads.append(threading.Thread(target=self._work, daemon=True))
             self._threads[-1].start()
 
@@ -188,9 +195,9 @@ class ServerEngine:
             events: list[Event] = [self._ended(a) for a in self._collect(LOOK_S) if a.call in self._calls]
             now = time.monotonic()
             self._heard_at = now if events else self._heard_at
-            if now - self._heard_at > self._options.timeout_s:
+            if now - self._heard_at > self._timeout_s:
                 raise self._client.error(
-                    f"none of {self.pending} requests was answered for {self._options.timeout_s:g} s; see what the "
+                    f"none of {self.pending} requests was answered for {self._timeout_s:g} s; see what the "
                     "server does, or raise sync.timeout_s above what a rollout may take"
                 )
         except ServerError as error:
@@ -299,7 +306,7 @@ class ServerEngine:
         """
         self._require_alive()
         label = f"{self._name}-{version}"
-        limit_s = LOAD_SHARE * self._options.timeout_s + transfer_s(os.path.getsize(path))
+        limit_s = LOAD_SHARE * self._timeout_s + transfer_s(os.path.getsize(path))
         deadline = time.monotonic() + limit_s
 
         def call(phase: str, body: Mapping[str, Any] | None = None) -> None:

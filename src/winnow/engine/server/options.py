@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from ...base.errors import ConfigError
 from ..loading import ModelReference
 from .client import Client, ServerError, StatusError, UnreachableError
+from .engine import ServerEngine
 
 BACKEND = "winnow"
 """Name of the backend in `engine/vllm/files.py`, which a process without vLLM cannot import."""
@@ -25,7 +26,7 @@ HEALTH_S = 10.0
 class ServerOptions:
     """One vLLM server, started by the user."""
 
-    provides: ClassVar[frozenset[str]] = frozenset({"logp"})
+    provides: ClassVar[frozenset[str]] = ServerEngine.provides
 
     url: str
     timeout_s: float
@@ -39,12 +40,18 @@ class ServerOptions:
         """With the length of this run."""
         return replace(self, max_length=longest)
 
-    def build(self, model: ModelReference, tokenizer: Any) -> Any:
+    def build(self, model: ModelReference, tokenizer: Any) -> ServerEngine:
         """Build the engine, waiting for a server that restarts. Raises errors as `connect` does."""
-        from .engine import ServerEngine
-
         client, config = connect(self, min(WAIT_S, self.timeout_s))
-        return ServerEngine(client, self, config, model, tokenizer)
+        return ServerEngine(
+            client,
+            config,
+            model,
+            tokenizer,
+            timeout_s=self.timeout_s,
+            slots=self.slots,
+            max_length=self.max_length,
+        )
 
 
 def connect(options: ServerOptions, wait_s: float) -> tuple[Client, Mapping[str, Any]]:
