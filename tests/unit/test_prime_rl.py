@@ -119,11 +119,11 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"selector: unknown name 'gresso'\. Did you mean 'greso'"):
         curriculum("gresso")
     with pytest.raises(ConfigError, match="tasks: a selector needs a finite taskset, not list_iterator"):
-        WinnowSampler(iter(tasks()), groups_per_step=1)  # type: ignore[arg-type]
+        WinnowSampler(iter(tasks()), "greso", groups_per_step=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"tasks: two have the key 'a'; keys must differ"):
-        WinnowSampler([Task("a"), Task("b"), Task("a")], groups_per_step=1)
+        WinnowSampler([Task("a"), Task("b"), Task("a")], "greso", groups_per_step=1)
     with pytest.raises(ConfigError, match=r"tasks: none were given"):
-        WinnowSampler([], groups_per_step=1)
+        WinnowSampler([], "greso", groups_per_step=1)
     with pytest.raises(ConfigError, match=r"groups_per_step: must be at least 1 \(got 0\)"):
         curriculum(groups_per_step=0)
     run = curriculum()
@@ -132,7 +132,7 @@ def test_what_is_refused() -> None:
     state = run.state_dict()
     with pytest.raises(ConfigError, match=r"saved with other selector \(greso, now bayes\), seed \(5, now 6\)"):
         curriculum("bayes", seed=6).load_state_dict(state)
-    other = WinnowSampler(tasks(9), groups_per_step=STEP, seed=5)
+    other = WinnowSampler(tasks(9), "greso", groups_per_step=STEP, seed=5)
     with pytest.raises(ConfigError, match="saved with other tasks"):
         other.load_state_dict(state["sampler"])
     with pytest.raises(StateError, match=r"sampler\.step"):

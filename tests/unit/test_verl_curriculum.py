@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from winnow.base.errors import ConfigError
 from winnow.env.row_files import DataError
-from winnow.integrations.verl_config import KWARGS, run_config
+from winnow.integrations.verl_config import KWARGS, SETTINGS, run_config
 from winnow.integrations.verl_curriculum import Curriculum
 from winnow.integrations.verl_data import VerlRows
 from winnow.record.ledger import Ledger
@@ -140,7 +141,8 @@ def test_failed_rollouts_are_never_zeros(tmp_path: Path) -> None:
     assert [rollout.fate for rollout in groups[1].rollouts] == [None, None, Fate.FAILED, None]
     assert groups[1].rollouts[2].reason == "the reward is not finite (nan)"
     curriculum.finished(1)
-    curriculum.complete()
+    with pytest.warns(UserWarning, match=r"5 of 12 rollouts failed .*left out and never count as reward 0"):
+        curriculum.complete()
     _, totals, _ = proven(tmp_path / "winnow")
     assert {fate: totals[fate]["rollouts"] for fate in ("trained", "failed")} == {"trained": 6, "failed": 6}
     with Ledger.open(tmp_path / "winnow" / "ledger.sqlite", read_only=True) as ledger:
@@ -354,6 +356,17 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_settings_that_cannot_work(verl: dict[str, Any], own: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         run_config(settings_of_verl(tmp_path, **verl), own)
+
+
+def test_the_page_names_every_refusal() -> None:
+    """The key of verl that an error begins with, and each of Winnow's settings."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "verl.md").read_text(encoding="utf-8")
+    texts = [file.read_text(encoding="utf-8") for file in (root / "src/winnow/integrations").glob("verl*.py")]
+    keys = {key for text in texts for key in re.findall(r'"(\w+(?:\.\w+)+): ', text)}
+    assert {"data.dataloader_num_workers", "skip.rollout_tq.enable", "data.train_files"} <= keys
+    assert [key for key in sorted(keys) if f"`{key}" not in page] == []
+    assert [setting for setting in SETTINGS if f"| `{setting}` |" not in page] == []
 
 
 def test_settings_that_can(tmp_path: Path) -> None:
