@@ -10,13 +10,14 @@ import pytest
 
 pytest.importorskip("verifiers")
 
-from winnow import Trainer, sums_env
+from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.tasks.agents.verifiers import VerifiersConfig
 
 from ..builders.runs import assert_clean, fingerprint, metrics_of
 from ..builders.tokenizers import chat_model
+from . import sums_env
 
 __all__ = ["chat_model"]  # a fixture
 

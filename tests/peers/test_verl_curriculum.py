@@ -113,6 +113,17 @@ def test_failed_sessions_and_groups(chat_model: Path, tmp_path: Path) -> None:
     assert sum(line["rollouts/failed_share"] for line in lines) * PROMPTS * G == pytest.approx(G + 1)
 
 
+def test_failed_groups_that_verl_replaces(chat_model: Path, tmp_path: Path) -> None:
+    rollouts = Rollouts(fails=lambda index, session, step: index == 3)
+    refill = ["trainer.v1.sampler.sync_refill_failed_groups=True", "trainer.total_training_steps=5"]
+    trainer = run(config_of(tmp_path, chat_model, refill), rollouts)
+    assert [len(keys) for keys in trainer.trained] == [PROMPTS * G] * 5
+    totals, _, _ = account(tmp_path)
+    failed = sum(index == 3 for _, index in rollouts.asked)
+    assert totals["failed"]["rollouts"] == failed * G > 0
+    assert totals["trained"]["visits"] == 5 * PROMPTS == len(rollouts.asked) - failed
+
+
 def test_a_reward_that_is_not_finite_is_left_out_of_the_batch(chat_model: Path, tmp_path: Path) -> None:
     rollouts = Rollouts(reward=lambda index, session, step: float("nan") if session == 2 else float(session == 0))
     trainer = run(config_of(tmp_path, chat_model, ["trainer.total_training_steps=2"]), rollouts)

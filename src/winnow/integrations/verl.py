@@ -94,14 +94,15 @@ class WinnowReplayBuffer(ReplayBuffer):
     """The last one built, to which the data sets that verl builds next belong."""
 
     def __init__(self, *, refill_fn: Any, sampler_kwargs: Any, **given: Any) -> None:
-        self._trainer: Any = getattr(refill_fn, "__self__", None)
-        if not hasattr(self._trainer, "config"):
+        trainer = getattr(refill_fn, "__self__", None)
+        if trainer is None or not hasattr(trainer, "config"):
             raise ConfigError(
                 f"trainer.v1.sampler.custom_sampler: refill_fn is no method of verl's trainer ({refill_fn!r:.80}); use "
                 "verl's own PPOTrainer"
             )
+        self._trainer: Any = trainer
         own = OmegaConf.to_container(OmegaConf.create(sampler_kwargs or {}), resolve=True)
-        self.settings = run_config(self._trainer.config, own)
+        self.settings = run_config(trainer.config, own)
         self.curriculum: Curriculum | None = None
         """None until verl has built its training data."""
         self._failed = 0
