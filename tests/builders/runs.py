@@ -41,12 +41,12 @@ def resume(run: Path, overrides: dict[str, Any] | None = None) -> dict[str, floa
     return Trainer.resume(run, overrides, reward_funcs=parity_reward).train()
 
 
-def fingerprint(run: Path) -> dict[str, Any]:
-    """Hashes of weights, optimizer and ledger, and the metrics without wall-clock ones."""
+def fingerprint(run: Path, *varying: str) -> dict[str, Any]:
+    """Hashes of weights, optimizer and ledger, and the metrics without wall-clock and `varying` ones."""
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
     hashes = {str(p.relative_to(last)): hashlib.sha256(p.read_bytes()).hexdigest() for p in last.rglob("*.safetensors")}
     lines = metrics_of(run)
-    metrics = [{k: v for k, v in m.items() if not k.startswith(WALL_CLOCK)} for m in lines]
+    metrics = [{k: v for k, v in m.items() if not k.startswith((*WALL_CLOCK, *varying))} for m in lines]
     with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
         return {"weights": hashes, "metrics": metrics, "ledger": ledger.digest()}
 
