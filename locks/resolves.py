@@ -59,15 +59,14 @@ def table(wheel: Path, folder: Path) -> str:
         bracket = f"[{extras}]" if extras else ""
         requirement = f"winnow-rl{bracket} @ file://{wheel}"
         pip, uv = by_pip(requirement, folder), by_uv(requirement, folder)
-        quoted = f"'winnow-rl{bracket}'" if extras else "winnow-rl"
         cells = [
-            f"`pip install {quoted}`",
+            f"`{bracket}`" if extras else "none",
             *(cell(pip.get(name, ""), uv.get(name, "")) for name in SHOWN),
             str(len(pip)),
         ]
         rows.append(f"| {' | '.join(cells)} |")
         print(rows[-1], flush=True)
-    head = f"| line | {' | '.join(SHOWN)} | packages |\n|{'---|' * (len(SHOWN) + 2)}"
+    head = f"| extras | {' | '.join(SHOWN)} | packages |\n|{'---|' * (len(SHOWN) + 2)}"
     return "\n".join([head, *rows])
 
 

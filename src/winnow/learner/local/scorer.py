@@ -61,9 +61,9 @@ class Scorer:
             prepare_cuda(deterministic=options.deterministic)
         tried, n_tokens = for_trials(self._causal_lm, distribution.n_tokens, self.device)
         self._own_head = head_is_linear(tried, n_tokens)
-        share = can_share(tried, self._body(tried), n_tokens)
+        self._share = can_share(tried, self._body(tried), n_tokens)
         parameters, device = sum(p.numel() for p in model.parameters()), self.device.type
-        self._limits = PassLimits.for_model(options.tokens_per_microbatch, parameters, share=share, device=device)
+        self._limits = PassLimits.for_model(options.tokens_per_microbatch, parameters, share=self._share, device=device)
 
     @property
     def device(self) -> torch.device:
