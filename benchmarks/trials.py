@@ -4,8 +4,8 @@
     python benchmarks/trials.py countdown --table                   # the table again, from the records
     python benchmarks/trials.py countdown --quick --arms muon       # one rate, two seeds, seconds: to try an arm
 
-An arm is the base recipe with other settings. Each run has the same seconds on a core of its own, two run at a time,
-and the base runs on the same seeds from the same model, with the same noise. Rates are chosen by the mean of pass@1
+An arm is the base recipe with other settings. Each run has the same CPU seconds on a core of its own, two run at a
+time, and the base runs on the same seeds from the same model, with the same noise. Rates are chosen by the mean of pass@1
 over the seconds of two tuning seeds, with as many tries for each arm. The rule, written before the runs, is `verdict`;
 docs/trials.md has it in words, and the table. A run leaves one JSON file; what has one is not run again.
 """
@@ -77,7 +77,8 @@ ARMS: dict[str, Arm] = {
 def spec_of(track: str, arm: Arm, model: str, cap_s: float) -> Spec:
     """Return what all runs of an arm share."""
     changes = (*ONE_PROCESS, *arm.changes, "max_steps=1000000")
-    return Spec(track, "fastest", 0, 0.0, "cpu", model, str(WORK / "trials" / track), cap_s, GROWTH, changes)
+    directory = str(WORK / "trials" / track)
+    return Spec(track, "fastest", 0, 0.0, "cpu", model, directory, cap_s, GROWTH, changes, cpu_clock=True)
 
 
 def ran(track: str, name: str, rates: Sequence[float], seeds: Sequence[int], model: str, cap_s: float) -> None:

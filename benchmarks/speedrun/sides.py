@@ -42,6 +42,8 @@ class Spec:
     """Overrides of all sides."""
     began: float = 0.0
     """Start of the process, as `time.time()`."""
+    cpu_clock: bool = False
+    """Seconds are CPU seconds of the process: right for one thread, whatever else the machine does."""
 
     @property
     def entry(self) -> Entry:
@@ -67,8 +69,10 @@ def config_of(spec: Spec, *changes: str) -> Any:
 
 
 def clock_of(spec: Spec, now: Callable[[], float] = time.time) -> Any:
-    """Return a callback of Winnow's and TRL's trainers that keeps the clock. Its class needs transformers, whose import
-    is on the clock."""
+    """Return a callback of Winnow's and TRL's trainers that keeps the clock.
+
+    Its class needs transformers, whose import is on the clock. `now`: as `spec.began`.
+    """
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -251,7 +255,7 @@ def reward_of(task: Any, c: Any, counts: dict[str, int]) -> Callable[..., list[f
 def main() -> None:
     spec = Spec(**json.loads(sys.argv[1]))
     spec = replace(spec, changes=tuple(spec.changes))
-    clock = clock_of(spec)
+    clock = clock_of(replace(spec, began=0.0), time.process_time) if spec.cpu_clock else clock_of(spec)
     run = run_trl if spec.side.startswith("trl") else run_winnow
     found = run(spec, clock)
     clock.keep()
