@@ -137,6 +137,11 @@ class Collector:
             self.totals.add(self.tally)
         return batch
 
+    def collect_ahead(self, step: int) -> list[Group]:
+        """Fill the next batch while the update of `step` runs; return the groups that finished."""
+        with self.clock.phase_of_parts("generate", self.sampler.spent):
+            return self._fill(step)
+
     def _again(self, step: int) -> list[Group]:
         """Return the groups that take the place of new ones; book the rollouts of their audit."""
         if self.reuse is None:
@@ -204,6 +209,15 @@ class Collector:
     # ---- collecting ----------------------------------------------------------------------------------------------
 
     def _collect(self, step: int) -> Batch:
+        finished = self._fill(step)
+        groups, stale, surplus = self.buffer.take(step)
+        self._book_stale(step, stale)
+        for group in surplus:
+            self._book(step, group, Fate.SURPLUS, "the batch was already full")
+        return Batch(groups, finished)
+
+    def _fill(self, step: int) -> list[Group]:
+        """Run groups until a batch is full; return those that finished."""
         finished: list[Group] = []
         self._stop_conditions.begin_step()
         self._exhausted = False
@@ -212,17 +226,12 @@ class Collector:
             if self.stop is None:
                 self._launch(step)
             if self._ready(step):
-                break
+                return finished
             for group in map(self._with_probe, self.sampler.poll()):
                 self.judge.success.observe(group.rollouts)
                 if not self._continue(group):
                     finished.append(group)
                     self._take(step, group)
-        groups, stale, surplus = self.buffer.take(step)
-        self._book_stale(step, stale)
-        for group in surplus:
-            self._book(step, group, Fate.SURPLUS, "the batch was already full")
-        return Batch(groups, finished)
 
     def _ready(self, step: int) -> bool:
         """Return whether to train now; a stopping run takes the groups in flight first."""

@@ -2,13 +2,18 @@
 
 prompts -> select -> generate (gates) -> reward -> filter -> advantage -> correct -> update -> publish
 '------------------- collect.py ---------------------------' '---- learner/step.py --------'
+
+With `overlap` the batch after this one is collected while the update runs, with the weights before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from .base.errors import ConfigError
 from .base.failpoint import failpoint
@@ -51,8 +56,14 @@ class Loop:
     learner: Learner
     optimizer_step: OptimizerStep
     hooks: Hooks
+    overlap: bool = False
+    """Whether the next batch is collected while the update runs."""
     step: int = 0
     """Updates published so far, which is also the policy version."""
+
+    def __post_init__(self) -> None:
+        self._updates = ThreadPoolExecutor(1, "update", torch.set_num_threads, (torch.get_num_threads(),))
+        """Runs the updates if they overlap; its thread starts with the first."""
 
     def run(self) -> None:
         """Train to `max_steps` or `should_stop`. Raises RunStoppedError, after saving, when no progress is possible."""
@@ -67,7 +78,7 @@ class Loop:
                 self.one_step()
             except SamplersLostError as error:
                 self._stop(error)
-        if self.collector.stop is not None:
+        if self.collector.stop is not None and not self._has_more():
             self.hooks.save(self.step, True)
             raise self.collector.stop
         with self.collector.clock.phase("record"):
@@ -79,10 +90,30 @@ class Loop:
         batch = self.collector.collect(self.step)
         if not batch.groups and self.collector.stop is not None:
             return  # nothing to train on: this is not a step
+        update = self._update_meanwhile(batch) if self.overlap else self._update(batch)
+        self._complete(batch, update)
+
+    def _update(self, batch: Batch) -> dict[str, float]:
         with self.collector.clock.phase("update"):
             self.sampler.make_room()
-            update = self.optimizer_step(batch.trained_on, self.step)
-        self._complete(batch, update)
+            return self.optimizer_step(batch.trained_on, self.step)
+
+    def _update_meanwhile(self, batch: Batch) -> dict[str, float]:
+        """Update on a batch while the next is collected, whatever is asked meanwhile: a resume finds it collected."""
+        clock = self.collector.clock
+        update = self._updates.submit(self.optimizer_step, batch.trained_on, self.step)
+        try:
+            if self.step + 1 < self.collector.limits.max_steps:
+                batch.finished.extend(self.collector.collect_ahead(self.step))
+        finally:
+            with clock.phase("update"):
+                wait([update])
+        return update.result()
+
+    def _has_more(self) -> bool:
+        """Return whether a run that stops has collected groups that it still trains."""
+        more = self.overlap and bool(self.collector.buffer.groups)
+        return more and self.step < self.collector.limits.max_steps
 
     def _complete(self, batch: Batch, update: dict[str, float]) -> None:
         collector, clock = self.collector, self.collector.clock
@@ -101,7 +132,10 @@ class Loop:
         except (SamplersLostError, ConfigError) as error:  # the step is done; only its evaluation is missing
             self._stop(error)
         evaluated = {} if evaluation is None else {f"eval/{name}": x for name, x in evaluation.metrics.items()}
-        elsewhere = update | self.sampler.metrics() | self.learner.metrics() | evaluated
+        elsewhere = update | self.learner.metrics()
+        if self.overlap:
+            elsewhere = {name.replace("seconds/", "seconds_overlapped/", 1): value for name, value in elsewhere.items()}
+        elsewhere |= self.sampler.metrics() | evaluated
         metrics = collector.end_step(self.step - 1, batch.trained_on, elsewhere)
         with clock.phase("record"):
             self.hooks.record(self.step, metrics, batch.finished)
@@ -123,6 +157,7 @@ class Loop:
 
     def close(self) -> None:
         """Close the account at the end of the run, after the last save."""
+        self._updates.shutdown()
         self.collector.close(self.step, self.sampler.close())
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 
 from winnow import Trainer
 from winnow.base.noise import noise_key
+from winnow.learner.step import OptimizerStep
 from winnow.rollout.evaluate import evaluate
-from winnow.sampler.in_process import LAG_STREAM, WEIGHTS_FOLDER
+from winnow.sampler.in_process import LAG_STREAM, WEIGHTS_FOLDER, InProcessSampler
 
 from ..builders.runs import assert_clean, fingerprint, metrics_of, train
 from ..parity import parity_reward
@@ -82,3 +85,64 @@ def test_a_lag_changes_nothing_before_it_can(tiny_config: dict[str, Any], tmp_pa
         runs[-1]["weights"] = {k: v for k, v in runs[-1]["weights"].items() if WEIGHTS_FOLDER not in k}
     assert runs[0]["weights"] == runs[1]["weights"]
     assert runs[0]["ledger"] == runs[1]["ledger"]
+
+
+OVERLAP = {"max_lag": 1, "max_steps": STEPS, "sync": {"name": "in_process", "overlap": True}}
+
+
+def test_an_overlapped_run_samples_while_it_updates(
+    tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every update but the last waits here until a group of the next batch has been polled."""
+    polled, seen = threading.Event(), []
+    update, poll = OptimizerStep.__call__, InProcessSampler.poll
+
+    def waiting(self: OptimizerStep, groups: Any, step: int) -> Any:
+        polled.clear()
+        seen.append(step == STEPS - 1 or polled.wait(60))
+        return update(self, groups, step)
+
+    def telling(self: InProcessSampler) -> Any:
+        groups = poll(self)
+        if groups:
+            polled.set()
+        return groups
+
+    monkeypatch.setattr(OptimizerStep, "__call__", waiting)
+    monkeypatch.setattr(InProcessSampler, "poll", telling)
+    train(tiny_config | OVERLAP)
+    run = Path(tiny_config["output_dir"])
+    assert seen == [True] * STEPS
+    assert versions(run) == [(s, max(0, s - 1), max(0, s - 1)) for s in range(STEPS)]
+    assert_clean(run)
+    row = metrics_of(run)[-1]
+    assert row["seconds_overlapped/update/forward_backward"] > 0
+    assert not [name for name in row if name.startswith("seconds/update/")]
+
+
+def test_what_an_overlapped_run_computes_does_not_depend_on_who_is_faster(
+    tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for slow in ((OptimizerStep, "__call__"), (InProcessSampler, "poll")):
+        with monkeypatch.context() as patch:
+            method = getattr(*slow)
+
+            def late(*args: Any, method: Any = method) -> Any:
+                time.sleep(0.05)
+                return method(*args)
+
+            patch.setattr(*slow, late)
+            run = tmp_path / slow[1]
+            train(tiny_config | OVERLAP | {"output_dir": str(run)})
+            found.append(fingerprint(run))
+    assert found[0] == found[1]
+
+
+def test_a_failed_update_ends_an_overlapped_run(tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: OptimizerStep, groups: Any, step: int) -> Any:
+        raise FloatingPointError("the loss is not finite")
+
+    monkeypatch.setattr(OptimizerStep, "__call__", failing)
+    with pytest.raises(FloatingPointError, match="the loss is not finite"):
+        train(tiny_config | OVERLAP)

@@ -17,7 +17,7 @@ from winnow.run.checkpoint import CheckpointError
 from winnow.run.resolve import refuse_changes
 from winnow.run.standalone import evaluate_model
 
-from ..builders.runs import assert_clean, fingerprint, resume, train
+from ..builders.runs import CARRYING, assert_clean, fingerprint, resume, train
 from ..parity import parity_reward
 
 
@@ -323,6 +323,8 @@ class TestRefusedAtTheStart:
             ({"num_iterations": 2, "policy_loss": "plain"}, "num_iterations: 2 trains on tokens of older policies"),
             ({"sync": {"name": "in_process", "lag": "mixed"}}, "sync: options of in_process have no effect"),
             ({"max_lag": 2, "sync": {"name": "in_process", "lag": "some"}}, "lag"),
+            ({"sync": {"name": "in_process", "overlap": True}}, "sync: overlap: .* allow it with max_lag: 1"),
+            (CARRYING | {"sync": {"name": "in_process", "overlap": True}}, "sync: overlap: .* max_lag: 2"),
             ({"rollout_batch": "adaptive", "filter": "zero_variance"}, "max_lag: 1, or choose surplus: discard"),
             ({"rollout_batch": {"name": "fixed", "surplus": "discard"}}, "filter that refills"),
             ({"max_grad_norm": float("inf")}, "max_grad_norm"),

@@ -26,6 +26,7 @@ from ..builders.runs import (
 )
 
 OPOB = {"advantage": "opob", "policy_loss": "plain"}
+OVERLAP = {"name": "in_process", "overlap": True}
 SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
 
 
@@ -72,6 +73,8 @@ RESUMES: dict[str, dict[str, Any]] = {
     },
     "lagged": {"max_lag": 2, "step_scale": {"name": "ess", "reference": "measured"}},
     "mixed": CARRYING | {"max_lag": 3, "lora": {"r": 2}, "sync": {"name": "in_process", "lag": "mixed"}},
+    "overlapped": {"max_lag": 1, "sync": OVERLAP},
+    "overlapped, carrying": CARRYING | REPEATING | {"max_lag": 2, "sync": OVERLAP, "speculative": True},
     "drift": {"reference_kl_steps": 2},
     "drafts": CARRYING | REPEATING | {"speculative": True},
     "muon, synced reference": SYNCED | {"optim": "muon", "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2},

@@ -81,6 +81,7 @@ NEEDS: dict[str, Settings] = {
     "advantage=opob": PLAIN,
     "advantage=otb": PLAIN,
     "sync=in_process": LAGGED,
+    "sync=in_process(overlap:True)": {"max_lag": 2},
     "audit": ANY_GATE,
     "epsilon": {"num_iterations": 2},
     "importance_sampling_level": {"num_iterations": 2},

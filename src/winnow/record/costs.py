@@ -9,8 +9,8 @@ from rich.table import Table
 
 from ..base.seconds import DECODE_MORE, DECODE_ROWS
 
-SECONDS, OF_SAMPLERS = "seconds/", "sampler/seconds/"
-"""Prefixes of metrics: of the run's own process, and summed over samplers in other processes."""
+SECONDS, OF_SAMPLERS, OVERLAPPED = "seconds/", "sampler/seconds/", "seconds_overlapped/"
+"""Prefixes of metrics: of the run's own thread, summed over samplers in other processes, and of overlapped updates."""
 UNKNOWN = "–"
 PARTS = {
     "loading": "load",
@@ -62,7 +62,7 @@ def costs_of(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
     costs: dict[str, float] = {}
     for metrics in steps:
         for name, value in metrics.items():
-            if name.startswith((SECONDS, OF_SAMPLERS)):
+            if name.startswith((SECONDS, OF_SAMPLERS, OVERLAPPED)):
                 costs[name] = costs.get(name, 0.0) + value
         costs.pop("num_computed_tokens", None)  # unknown since a step that has none
         last = ("seconds_total", "num_tokens", "num_computed_tokens", "num_teacher_tokens")
@@ -73,7 +73,7 @@ def costs_of(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def seconds_table(costs: Mapping[str, float]) -> Cells | None:
     """Return the run's seconds, which the rows add up to; None without any. A dash: not measured.
 
-    Samplers in other processes get a column, whose sum is the time of all.
+    Samplers in other processes get a column, whose sum is the time of all; so do updates that overlap with generation.
     """
     own = _rows(_named(costs, SECONDS))
     if not any(own.values()):
@@ -86,14 +86,18 @@ def seconds_table(costs: Mapping[str, float]) -> Cells | None:
     samplers = _rows({name if name == "publish" else f"generate/{name}": s for name, s in elsewhere.items()})
     samplers["rest of generation"] = max(all_samplers - sum(value or 0.0 for value in samplers.values()), 0.0)
     samplers["all"] = all_samplers
+    meanwhile = _rows(_named(costs, OVERLAPPED))
+    meanwhile["all"] = sum(value or 0.0 for value in meanwhile.values())
+    columns = {"all samplers": samplers, "meanwhile": meanwhile}
+    columns = {head: column for head, column in columns.items() if column["all"]}
     rows = []
     for name, seconds in own.items():
-        of_samplers = samplers.get(name)
-        if name in OPTIONAL and seconds is None and of_samplers is None:
+        others = [column.get(name) for column in columns.values()]
+        if name in OPTIONAL and seconds is None and not any(others):
             continue
         share = UNKNOWN if seconds is None else f"{seconds / total:.1%}"
-        rows.append([name, _text(seconds), share, *([_text(of_samplers)] if all_samplers else [])])
-    return Cells(["seconds of", "seconds", "of all", *(["all samplers"] if all_samplers else [])], rows)
+        rows.append([name, _text(seconds), share, *map(_text, others)])
+    return Cells(["seconds of", "seconds", "of all", *columns], rows)
 
 
 def tokens_table(costs: Mapping[str, float], trained: float) -> Cells | None:

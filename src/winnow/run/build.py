@@ -156,7 +156,7 @@ def build(
     if engine is not None:
         by_purpose = rollout_options(c, greedy_baseline=greedy)
         runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, by_purpose, rules_of(m.gates, m.audits))
-    behind = c.max_lag - m.rollout_batch.carry  # carried groups are a step older when trained
+    behind = c.max_lag - m.rollout_batch.carry - r.options.overlap  # what is carried or ahead waits for a step
     gpu = (learner.device.index or 0) if learner.device.type == "cuda" else None
     sampler = build_sampler(
         r,
@@ -209,7 +209,9 @@ def build_sampler(r: Resolved, context: SamplerContext) -> Sampler:
             f"rollout_batch: has no effect with sync: {name_of(c.sync)}, which starts groups as soon as they can "
             "still be trained within max_lag; remove it"
         )
-    if not r.options.asynchronous and not context.behind and c.changed(("sync",)):
+    if r.options.overlap:
+        _require_overlap(r, context.behind)
+    elif not r.options.asynchronous and not context.behind and c.changed(("sync",)):
         raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
     if isinstance(options, PoolOptions) and options.timeout_s <= c.reward_timeout_s:
         raise ConfigError(
@@ -217,6 +219,25 @@ def build_sampler(r: Resolved, context: SamplerContext) -> Sampler:
             "sampler that waits for a reward counts as stuck; raise it"
         )
     return options.build(context)
+
+
+def _require_overlap(r: Resolved, behind: int) -> None:
+    """Raise ConfigError where update and generation cannot run at the same time. `behind`: steps of lag left."""
+    if behind < 0:
+        raise ConfigError(
+            "sync: overlap: groups are trained one step after they were sampled, and a surplus that is carried one "
+            f"later; allow it with max_lag: {r.config.max_lag - behind}"
+        )
+    for key, ours, other in (
+        ("device", r.device.type == "cpu", r.device.type),
+        ("engine", name_of(r.config.engine) == "local", name_of(r.config.engine)),
+        ("learner", not r.options.learns_elsewhere, name_of(r.config.learner)),
+    ):
+        if not ours:
+            raise ConfigError(
+                f"sync: overlap: has not been tried with {key}: {other}, where both would need its memory at once; "
+                "use sync: processes"
+            )
 
 
 def build_rewarder(c: RunConfig, task: Task, given: Sequence[RewardSpec] | None = None) -> Rewarder:

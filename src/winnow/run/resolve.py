@@ -206,7 +206,8 @@ def choose_threads(options: Options, machine: Machine, parameters: int) -> tuple
     if machine.device.type != "cpu":
         return None, f"torch's; {machine.device.type} does the work"
     taken = options.sync.samplers * options.sync.threads if isinstance(options.sync, Processes) else 0
-    return threads_for(parameters, max(1, machine.threads - taken)), "the size of the model and the cores"
+    share = 2 if options.overlap else 1  # update and generation each have as many
+    return threads_for(parameters, max(1, (machine.threads - taken) // share)), "the size of the model and the cores"
 
 
 def threads_for(parameters: int, usable: int) -> int:

@@ -63,6 +63,11 @@ class Options:
         return "asynchronous" in self.sync.provides
 
     @property
+    def overlap(self) -> bool:
+        """Whether the next batch is collected while the learner updates, in one process."""
+        return getattr(self.sync, "overlap", False)
+
+    @property
     def own_engines(self) -> bool:
         """Whether samplers build model, task and rewards by name, so that the learner's process needs no engine."""
         return "own_engine" in self.sync.provides

@@ -176,7 +176,7 @@ class Session:
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
             warn=self._warn,
         )
-        return Loop(collector, parts.sampler, parts.learner, step, hooks)
+        return Loop(collector, parts.sampler, parts.learner, step, hooks, parts.resolved.options.overlap)
 
     def _start_sampler(self) -> None:
         """Publish the first weights and rules. Samplers with their own engines are compared with the learner here."""

@@ -1,5 +1,7 @@
 """Sampler in the learner's process: takes turns with the learner, on its weights or those of some steps ago.
 
+With `overlap` they run at the same time: the loop collects a batch while it updates on the one before.
+
 Everything is a function of the seed, so a run repeats and resumes bit for bit, also with a lag.
 """
 
@@ -34,6 +36,8 @@ class InProcess:
     lag: Literal["exact", "mixed"] = "exact"
     """`exact`: sample with the weights of `max_lag` steps ago (of the start, in the first steps). `mixed`: of 0 to
     `max_lag` steps ago, drawn per group, so that a batch mixes ages."""
+    overlap: bool = False
+    """Collect the next batch while the update runs, on another core: one step off policy. It is part of `max_lag`."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"repeatable"})
 

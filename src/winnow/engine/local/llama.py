@@ -156,7 +156,7 @@ class LlamaBackend:
         def pack(*matrices: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
             return Linear(torch.cat(matrices).to(self.dtype), bias)
 
-        before, after = get("input_layernorm.weight"), get("post_attention_layernorm.weight")
+        before, after = get("input_layernorm.weight").clone(), get("post_attention_layernorm.weight").clone()
         inward, up, scale = (before, after, self._size**-0.5) if self._folded else (None, None, 1)
         q, k, v = (scaled(get(f"self_attn.{p}_proj.weight"), inward) for p in "qkv")
         q, k = self._interleave(q), self._interleave(k)
