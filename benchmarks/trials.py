@@ -5,9 +5,9 @@
     python benchmarks/trials.py countdown --quick --arms muon       # one rate, two seeds, seconds: to try an arm
 
 An arm is the base recipe with other settings. Each run has the same CPU seconds on a core of its own, two run at a
-time, and the base runs on the same seeds from the same model, with the same noise. Rates are chosen by the mean of pass@1
-over the seconds of two tuning seeds, with as many tries for each arm. The rule, written before the runs, is `verdict`;
-docs/trials.md has it in words, and the table. A run leaves one JSON file; what has one is not run again.
+time, and the base runs on the same seeds from the same model, with the same noise. Rates are chosen by the mean of
+pass@1 over the seconds of two tuning seeds, with as many tries for each arm. The rule, written before the runs, is
+`verdict`; docs/trials.md has it in words, and the table. A run leaves one JSON file; what has one is not run again.
 """
 
 from __future__ import annotations

@@ -131,14 +131,21 @@ class Collector:
         self.tally = Tally(self.judge)
         again = self._again(step)
         self.buffer.wanted = self.buffer.prompts_per_step - len(again)
-        with self.clock.phase_of_parts("generate", self.sampler.spent):
-            batch = self._collect(step)._replace(again=again)
-        if self.stop is not None and not batch.groups:
+        finished = self.fill(step)
+        with self.clock.phase("generate"):
+            groups, stale, surplus = self.buffer.take(step)
+            self._book_stale(step, stale)
+            for group in surplus:
+                self._book(step, group, Fate.SURPLUS, "the batch was already full")
+        if self.stop is not None and not groups:
             self.totals.add(self.tally)
-        return batch
+        return Batch(groups, finished, again)
 
-    def collect_ahead(self, step: int) -> list[Group]:
-        """Fill the next batch while the update of `step` runs; return the groups that finished."""
+    def fill(self, step: int) -> list[Group]:
+        """Run groups until a batch is full, at once if it is; return those that finished.
+
+        The loop calls it ahead, too, for the next batch while the update of `step` runs.
+        """
         with self.clock.phase_of_parts("generate", self.sampler.spent):
             return self._fill(step)
 
@@ -208,16 +215,7 @@ class Collector:
 
     # ---- collecting ----------------------------------------------------------------------------------------------
 
-    def _collect(self, step: int) -> Batch:
-        finished = self._fill(step)
-        groups, stale, surplus = self.buffer.take(step)
-        self._book_stale(step, stale)
-        for group in surplus:
-            self._book(step, group, Fate.SURPLUS, "the batch was already full")
-        return Batch(groups, finished)
-
     def _fill(self, step: int) -> list[Group]:
-        """Run groups until a batch is full; return those that finished."""
         finished: list[Group] = []
         self._stop_conditions.begin_step()
         self._exhausted = False

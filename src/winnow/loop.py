@@ -104,7 +104,7 @@ class Loop:
         update = self._updates.submit(self.optimizer_step, batch.trained_on, self.step)
         try:
             if self.step + 1 < self.collector.limits.max_steps:
-                batch.finished.extend(self.collector.collect_ahead(self.step))
+                batch.finished.extend(self.collector.fill(self.step))
         finally:
             with clock.phase("update"):
                 wait([update])

@@ -122,5 +122,6 @@ def predict(c: RunConfig, prompts: Sequence[Prompt], machine: Machine) -> Predic
             times["generate"] *= 1 - (1 - machine.drafts) * work.get("visited", 0.0) / max(1.0, work.get("groups", 0.0))
         add(phases, times)
         learner = times["update"] + times["rest"]
-        seconds.append(max(times["generate"] / parallel, learner) if parallel else sum(times.values()))
+        hidden = min(times["generate"], times["update"]) if simulation.options.overlap else 0.0
+        seconds.append(max(times["generate"] / parallel, learner) if parallel else sum(times.values()) - hidden)
     return Prediction(seconds, signal, {phase: total / len(seconds) for phase, total in phases.items()})

@@ -231,7 +231,12 @@ class Tuning:
             default = RunConfig.model_fields["rollout_batch"].default
             processes = [{"name": "processes", "samplers": n} for n in sorted({1, cores - 1})]
             lag = {"rollout_batch": default, "max_lag": max(1, c.max_lag)}
-            yield "samplers", [lag | {"sync": sync} for sync in processes]
+            overlap = {"sync": {"name": "in_process", "overlap": True}}
+            ahead = [
+                overlap | {"rollout_batch": default, "max_lag": 1},
+                overlap | {"rollout_batch": "adaptive", "max_lag": 2},
+            ]
+            yield "samplers", [*ahead, *(lag | {"sync": sync} for sync in processes)]
         else:
             self.note("samplers: this machine has one core; none are tried in processes of their own")
 
