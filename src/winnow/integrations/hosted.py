@@ -9,18 +9,16 @@ from typing import Any
 
 from ..base.files import private_directory, write_json
 from ..config import METHODS, RunConfig, as_saved
-from ..methods.group_kind import GroupJudge
 from ..record.ledger import Ledger
 from ..record.records import CHARTS, CONFIG, LEDGER, RunDirectoryError
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
-from ..run.build_methods import method_charts
-from ..run.resolved import Options
+from ..run.build_methods import Methods, method_charts
 
 KEPT = frozenset({*METHODS, "audit", "seed", "success"} - MAY_CHANGE_ON_RESUME)
 """Keys that stay the same on a resume."""
 
 
-def open_account(c: RunConfig, judge: GroupJudge, mark: Mapping[str, Any] | None, step: int) -> Ledger:
+def open_account(c: RunConfig, methods: Methods, mark: Mapping[str, Any] | None, step: int) -> Ledger:
     """Open the ledger in `output_dir`, and write the run's configuration and charts.
 
     `mark`: that of the checkpoint of `step`, to which the ledger is rolled back; None for a new run.
@@ -28,14 +26,14 @@ def open_account(c: RunConfig, judge: GroupJudge, mark: Mapping[str, Any] | None
     run_dir = Path(c.output_dir)
     private_directory(run_dir)
     write_json(run_dir / CONFIG, as_saved(c), private=True)
-    write_json(run_dir / CHARTS, method_charts(c, Options.from_config(c)), private=True)
+    write_json(run_dir / CHARTS, method_charts(c, methods.options), private=True)
     ledger = Ledger.open(run_dir / LEDGER)
-    ledger.judge = judge
+    ledger.judge = methods.judge
     if mark is not None:
         ledger.rollback(mark, reason=f"resumed from step {step}")
     else:
         ledger.set_meta("max_lag", "0")
-        ledger.set_meta("success", str(judge.success))
+        ledger.set_meta("success", str(methods.judge.success))
         ledger.set_meta("finished", "false")
     return ledger
 

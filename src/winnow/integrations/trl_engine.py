@@ -139,7 +139,7 @@ def with_precision(spec: MethodSpec, precision: str) -> MethodSpec:
 class EngineInTrl:
     """Runs jobs to their end with TRL's model. Raises ConfigError when a gate cannot be used there."""
 
-    def __init__(self, trainer: Any, c: RunConfig, task: Task, rules: Sequence[NamedRule]) -> None:
+    def __init__(self, trainer: Any, c: RunConfig, options: Options, task: Task, rules: Sequence[NamedRule]) -> None:
         check_engine(trainer)
         self.model = TrlModel(trainer)
         self._config, self._task, self._device = c, task, trainer.accelerator.device
@@ -149,7 +149,7 @@ class EngineInTrl:
         require_embeddings(self.model.model, self._tokenizer, c.model)
         # else TRL counts others as cut off
         trainer.eos_token_ids = end_where_rollouts_do(self.model.model, self._tokenizer)
-        self._options = engine_for_run(c, Options.from_config(c))
+        self._options = engine_for_run(c, options)
         if isinstance(self._options, VllmOptions) and self._options.max_length is None:
             self._options = replace(self._options, max_length=longest_sequence(trainer, c, task, self._tokenizer))
         self._liger = bool(trainer.args.use_liger_kernel)

@@ -25,7 +25,6 @@ from ..record.stop_conditions import Limits
 from ..record.user_code import changes, code_of
 from ..run.build_methods import build_collector, step_options
 from ..run.checkpoint import load_state_in_trl, refuse_used_directory, understood
-from ..run.resolved import Options
 from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
 from .hosted import open_account, require_ledger, require_unchanged
@@ -51,7 +50,7 @@ class LoopInTrl:
         self._methods = m = methods_of(trainer, c, task, by_engine=by_engine, own_advantages=own_advantages)
         self._as_made = m.filter.admits_all and not own_advantages and not by_engine
         """Whether TRL trains on its own tensors, those without a reward included."""
-        engine = EngineInTrl(trainer, c, task, rules_of(m.gates, m.audits)) if by_engine else None
+        engine = EngineInTrl(trainer, c, m.options, task, rules_of(m.gates, m.audits)) if by_engine else None
         self._sampler = TrlSampler(trainer, roll_out, engine)
         self.scaling = StepScaling(m.step_scale)
         self._step = 0
@@ -176,7 +175,7 @@ class LoopInTrl:
     def _begin(self) -> Collector:
         c, m, state, _ = self.config, self._methods, self._resumed, self._code
         mark, step = (None, 0) if state is None else (state["ledger"], state["loop"]["step"])
-        self._ledger = ledger = open_account(c, m.judge, mark, step)
+        self._ledger = ledger = open_account(c, m, mark, step)
         self._records = Records(self.run_dir, c, (state or {}).get("offsets"), tokenizer=self._trainer._tokenizer)
         if self._changed:
             self._warn(self._changed)
@@ -248,7 +247,7 @@ class LoopInTrl:
             return self._sampler.outputs[0]
         trained = [(group, r) for group in batch.groups for r in group.rollouts if r.reward is not None]
         rows, self._in_batch = [self._sampler.row(*each) for each in trained], [r for _, r in trained]
-        unbiased = step_options(self.config, Options.from_config(self.config)).unbiased
+        unbiased = step_options(self.config, self._methods.options).unbiased
         pruned = sum(r.fate == Fate.PRUNED for g in batch.groups for r in g.rollouts) if unbiased else 0
         pad_token = self._trainer._tokenizer.pad_token_id
         tensors = batch_of(

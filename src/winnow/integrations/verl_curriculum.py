@@ -253,7 +253,7 @@ class Curriculum:
                 f"(0: none, it was saved without Winnow); {NEW_RUN}"
             )
         mark = None if saved is None else saved.model_dump(mode="json")["ledger"]
-        ledger = open_account(self.config, self._methods.judge, mark, step)
+        ledger = open_account(self.config, self._methods, mark, step)
         offsets = None if saved is None else saved.offsets
         self._records = Records(self.run_dir, self.config, offsets, tokenizer=self._tokenizer)
         self._failures = FailureWatch(ledger.failures())

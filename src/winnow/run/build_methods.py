@@ -45,6 +45,7 @@ from .resolved import Options, sampling_params
 
 @dataclass(frozen=True)
 class Methods:
+    options: Options
     selector: StreamSelector
     rollout_batch: RolloutBatch
     group_size: GroupSize
@@ -119,6 +120,7 @@ def build_methods(c: RunConfig, methods: Options, prompts: Sequence[Prompt], suc
         selector.probe = group_size.smallest
     audits = _audits(c, selector)
     return Methods(
+        options=methods,
         selector=selector,
         rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),
         group_size=group_size,
