@@ -86,7 +86,7 @@ def ran(track: str, name: str, rates: Sequence[float], seeds: Sequence[int], mod
     spec = spec_of(track, ARMS[name], model, cap_s)
     spec = replace(spec, directory=f"{spec.directory}/{name}")
     jobs = [("fastest", rate, seed) for seed in seeds for rate in rates]
-    if not run_all(jobs, spec, records_of(track, name, cap_s), again=False, processes=1):
+    if not run_all(jobs, spec, records_of(track, name, cap_s), again=False, cores=1):
         raise SystemExit(f"{name}: a run failed")
 
 

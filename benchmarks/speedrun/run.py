@@ -166,12 +166,12 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool, processes: int | None = None) -> bool:
-    """Run the jobs without a record, in their order. Returns whether all succeeded. `processes`: of a run; None: those
-    of the side.
+def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool, cores: int | None = None) -> bool:
+    """Run the jobs without a record, in their order. Returns whether all succeeded. `cores`: of a run; None: those of
+    the side.
 
-    Sides of one process run side by side, each on a core of its own, so that what disturbs one disturbs the other; a
-    side that needs all cores runs by itself.
+    Sides that need one core run side by side, each on its own, so that what disturbs one disturbs the other; a side
+    that needs all cores runs by itself.
     """
     all_cores, track = os.sched_getaffinity(0), TRACKS[spec.track]
     free: Queue[int] = Queue()
@@ -183,18 +183,18 @@ def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool, process
         record = records / f"{side}-{rate:g}-{seed}.json"
         if record.exists() and not again:
             return True
-        cores = {free.get() for _ in range(cores_of(side))}
+        taken = {free.get() for _ in range(cores_of(side))}
         print(f"{spec.track}: {side}, rate {rate:g}, seed {seed}", flush=True)
         try:
             place = f"{spec.directory}/{record.stem}"
-            return run_job(replace(spec, side=side, rate=rate, seed=seed, directory=place), record, cores)
+            return run_job(replace(spec, side=side, rate=rate, seed=seed, directory=place), record, taken)
         finally:
-            for core in cores:
+            for core in taken:
                 free.put(core)
 
     def cores_of(side: str) -> int:
         alone = spec.device == "cuda" or track.alone
-        return len(all_cores) if alone else min(processes or track.entries[side].processes, len(all_cores))
+        return len(all_cores) if alone else min(cores or track.entries[side].cores, len(all_cores))
 
     ok = True
     for several, some in groupby(jobs, key=lambda job: cores_of(job[0]) == 1):

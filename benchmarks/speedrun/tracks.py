@@ -23,6 +23,8 @@ FASTEST = (
     *("policy_loss=clip", "epsilon_high=0.28", "correction=none"),
 )
 """`families.tuned.SHARED_TWICE`."""
+AHEAD = ("sync={name: in_process, overlap: true}", "max_lag=2")
+"""The update runs on the second core while the next batch is generated."""
 SIDES = ("trl", "trl-winnow", "dapo", "fastest")
 
 
@@ -37,8 +39,8 @@ class Entry:
     recipe: str = ""
     """Of Winnow's sides; TRL's take batch, optimizer and lengths from the recipe of `dapo`."""
     changes: tuple[str, ...] = ()
-    processes: int = 1
-    """Each has a core of its own. Sides of one process run side by side where the track allows it."""
+    cores: int = 1
+    """Runs on one core are measured side by side where the track allows it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Track:
     growth: float = 1.1
     """Factor by which the clock grows from one evaluated model to the next."""
     alone: bool = False
-    """Runs use all cores, one at a time; else as many run at a time as have a core for each of their processes."""
+    """Runs use all cores, one at a time; else as many run at a time as have the cores that they need."""
     trl_rows: int = 256
     """Rows of a micro-batch in TRL."""
     prepare: Callable[[], None] = lambda: None
@@ -116,7 +118,7 @@ TRACKS = {
         cap_s=900,
         entries={
             **same_rates((1e-4, 2e-4, 4e-4), 300, "countdown-dapo"),
-            "fastest": Entry((1e-4, 2e-4, 4e-4), 600, "thrifty"),
+            "fastest": Entry((1e-4, 2e-4, 4e-4), 600, "thrifty", AHEAD, cores=2),
         },
         warm_start={"max_steps": 270},
         quick=(0.18, 90),
@@ -129,7 +131,7 @@ TRACKS = {
         cap_s=900,
         entries={
             **same_rates((1e-4, 2e-4, 4e-4), 60, "chain-sum-arrol", *DAPO),
-            "fastest": Entry((5e-5, 1e-4, 2e-4), 240, "chain-sum-thrifty"),
+            "fastest": Entry((5e-5, 1e-4, 2e-4), 240, "chain-sum-thrifty", AHEAD, cores=2),
         },
         warm_start={"max_steps": 900, "batch_size": 32},
         quick=(0.60, 90),
