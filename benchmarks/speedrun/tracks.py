@@ -25,6 +25,8 @@ FASTEST = (
 """`families.tuned.SHARED_TWICE`."""
 AHEAD = ("sync={name: in_process, overlap: true}", "max_lag=2")
 """The update runs on the second core while the next batch is generated."""
+ONE_ROUND = ("rollout_batch={name: adaptive, size: 80}",)
+"""Two and a half batches of 32, as about half of the groups have no signal: one round of decode steps, not three."""
 SIDES = ("trl", "trl-winnow", "dapo", "fastest")
 
 
@@ -118,7 +120,7 @@ TRACKS = {
         cap_s=900,
         entries={
             **same_rates((1e-4, 2e-4, 4e-4), 300, "countdown-dapo"),
-            "fastest": Entry((1e-4, 2e-4, 4e-4), 600, "thrifty", AHEAD, cores=2),
+            "fastest": Entry((1e-4, 2e-4, 4e-4), 600, "thrifty", (*AHEAD, *ONE_ROUND), cores=2),
         },
         warm_start={"max_steps": 270},
         quick=(0.18, 90),

@@ -259,6 +259,8 @@ class TestActivations:
 
         assert slots_of() == 800
         assert slots_of(prompts_per_step=1000) == 1024
+        rounds = {"filter": "zero_variance", "rollout_batch": {"name": "adaptive", "surplus": "discard"}}
+        assert slots_of(prompts_per_step=40, **rounds) == 480, "a round of one and a half batches of 8 siblings"
         assert slots_of(memory=1 << 30) == slots_of(prompts_per_step=8) == 256
         assert slots_of(engine={"name": "local", "slots": 64}) == 64
         assert slots_of(engine={"name": "local", "fixed_slots": True}) == 256
