@@ -11,6 +11,7 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +29,6 @@ from vllm.distributed import cleanup_dist_env_and_memory, get_tp_group, model_pa
 from vllm.envs import disable_envs_cache
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.utils.network_utils import get_open_port
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from .adapters import Adapters, AdapterSlot
@@ -174,7 +174,9 @@ class LeadingCore(Core):
 
     def __init__(self, arguments: Mapping[str, Any], adapters: Adapters | None = None) -> None:
         size = int(arguments["tensor_parallel_size"])
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_open_port()), "WORLD_SIZE": str(size)}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
         self._ranks = _Ranks([_start(rank, address) for rank in range(1, size)])
         try:
             told = self._ranks.telling((dict(arguments), adapters))
