@@ -7,13 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from winnow import ConfigError, Trainer
 from winnow.config import validate
 from winnow.engine.local.engine import LocalEngine
 from winnow.env.prompting import encode_prompt
-from winnow.integrations.trl_engine import longest_sequence
+from winnow.integrations import trl_engine
+from winnow.integrations.trl_engine import EngineInTrl, TrlModel, longest_sequence
 from winnow.run.standalone import evaluate_model
 from winnow.tasks.countdown import Countdown, CountdownConfig
 from winnow.types import Prompt
@@ -89,3 +91,35 @@ def test_inside_trl_vllm_gets_the_longest_prompt_and_completion(tiny_model: Path
     assert longest_sequence(trainer, c, asking, tokenizer) is None
     trainer.args.vllm_max_model_length = 99
     assert longest_sequence(trainer, c, asking, tokenizer) == 99
+
+
+@pytest.mark.parametrize(("engine", "copied"), [("vllm", False), ("local", True)])
+def test_inside_trl_only_the_embedded_engine_copies_a_model_with_adapters(
+    monkeypatch: pytest.MonkeyPatch, engine: str, copied: bool
+) -> None:
+    """vLLM reads the files of the model that they are on."""
+    given: list[Any] = []
+    monkeypatch.setattr(trl_engine, "build_engine", lambda options, c, reference, tokenizer: given.append(reference))
+    monkeypatch.setattr(trl_engine, "RolloutRunner", lambda *parts: None)
+    monkeypatch.setattr(trl_engine, "rollout_options", lambda c: None)
+    monkeypatch.setattr(TrlModel, "merged", lambda self: "a copy")
+    model = SimpleNamespace(config=SimpleNamespace(name_or_path="models/base"))
+    trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model))
+    made = EngineInTrl.__new__(EngineInTrl)
+    config = validate({"model": "m", "env": "countdown", "engine": engine})
+    vars(made).update(model=TrlModel(trainer), _config=config, _options=None, _device=torch.device("cpu"))
+    vars(made).update(_tokenizer=None, _task=None)
+    made._open([])
+    assert (given[0].loaded, given[0].source) == (("a copy", "") if copied else (None, "models/base"))
+
+
+def test_inside_trl_cudnn_plans_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(trl_engine, "prepare_cuda", prepare)
+    monkeypatch.setattr(trl_engine, "check_engine", lambda trainer: None)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda")))
+    c = validate({"model": "m", "env": "countdown"})
+    with pytest.raises(InterruptedError):
+        EngineInTrl(trainer, c, CountdownConfig(train_size=8, test_size=4).build(), ())

@@ -198,7 +198,7 @@ def end_core(member: SamplerHandle) -> None:
                 engine = next((x for x in gc.get_objects() if isinstance(x, VllmEngine)), None)
             while not engine._loads:
                 time.sleep(0.001)
-            engine._core._llm.engine_core.shutdown()
+            engine._core._shut_down()
 
         threading.Thread(target=wait_and_end, daemon=True).start()
 

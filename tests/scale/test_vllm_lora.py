@@ -70,12 +70,12 @@ def test_weights_that_are_no_such_adapters_are_refused(parts: Parts) -> None:
     assert_same(play(parts.theirs, requests(400)), before)
 
 
-def test_a_module_that_vllm_does_not_have_is_refused_by_name(parts: Parts) -> None:
+def test_a_module_that_vllm_does_not_have_is_refused_by_name(parts: Parts, tmp_path: Path) -> None:
     from winnow.engine.vllm.adapters import Adapters, AdapterSlot
 
     other = Adapters({"model.layers.0.mlp.router.lora_A.weight": torch.Size([4, 128])}, 4, 1.0)
-    with pytest.raises(ValueError, match="no place for router; leave that out"):
-        AdapterSlot(parts.theirs._core.runner, other)
+    with pytest.raises(ValueError, match=r"received \['model.layers.0.mlp.router'\].*; leave that out"):
+        AdapterSlot(parts.theirs._core._llm, other, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(

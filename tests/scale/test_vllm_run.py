@@ -74,11 +74,11 @@ def stale_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM's packed copies for some processors do."""
     first: list[torch.Tensor] = []
 
-    def keep(model: Any, facts: Any) -> None:
+    def keep(model: Any) -> None:
         first.append(model.lm_head.weight.detach().clone())
         model.lm_head.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, first[0], bias)
 
-    monkeypatch.setattr("winnow.engine.vllm.core.retie", keep)
+    monkeypatch.setattr("winnow.engine.vllm.core.repack_head", keep)
 
 
 def stale_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from winnow.learner.local.logprob import TokenDistribution
 from winnow.methods.loss import LossConfig
 from winnow.run import budget as budget_module
 from winnow.run import resolved as resolved_module
-from winnow.run.budget import GIB, Gpus, Shapes
+from winnow.run.budget import GIB, Gpus, Shapes, host_budget
 from winnow.run.build import with_lora
 from winnow.run.plan import plan_for
 
@@ -232,6 +232,19 @@ def test_keys_and_values_are_reserved_by_memory(tmp_path: Path) -> None:
     found = plan_for(c, Gpus.from_text("24GiB"))
     assert 16 <= found["engine"]["slots"] < 256
     assert "slots" not in plan_for(c, Gpus.from_text("80GiB"))["engine"]
+
+
+def test_what_waits_between_two_turns_or_two_steps_is_counted() -> None:
+    """Keys and values of the embedded engine while environments answer; on the host, weights of vLLM under adapters."""
+    shapes, memory = Shapes.from_model(qwen3(), None), 24 * GIB
+    one = budget(config(), shapes, memory)
+    several = replace(one, several_turns=True).phases()["generation"]
+    assert several["keys and values between turns"] == several["keys and values"] > 0
+    assert "keys and values between turns" not in one.phases()["generation"]
+    for merge, asleep in ((False, {"weights of a sleeping vLLM, pinned": 4 * shapes.parameters}), (True, None)):
+        c = config(engine="vllm", lora={"r": 4, "merge": merge})
+        host = host_budget(c, shapes, budget(c, shapes, memory).engine, keeps_versions=False)
+        assert host.get("update") == asleep
 
 
 def test_a_class_whose_activations_are_not_computed_again_needs_more() -> None:

@@ -48,8 +48,7 @@ class AnswerReader:
             spans, reason, cause = choice["weight_versions"], choice["finish_reason"], choice["stop_reason"]
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise WrongAnswerError(
-                f"the answer lacks what vLLM 0.32 gives ({type(error).__name__}: {error}); run a version of vLLM that "
-                "Winnow is tested with"
+                f"the answer lacks what vLLM 0.32 gives ({type(error).__name__}: {error}); serve with that version"
             ) from None
         tokens = [] if tokens is None else tokens
         versions = self._versions_of(sent, spans, len(tokens))

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
+from vllm import LLMEngine
 from vllm.config.lora import MaxLoRARanks
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
-from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from ...base.weights import adapters_of
+from ...base.weights import adapters_of, save_tensors
 from ...config.options import LoraConfig
 from ..facts import Facts
 from ..loading import peft_config
 
-ID: Final = 1
+LEAVE_OUT = "leave that out of lora.target_modules, or set lora.merge: true"
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Adapters:
     shapes: Mapping[str, torch.Size]
     """Shapes by name, see `adapters_of`."""
     rank: int
-    scaling: float
-    """The model's output gets `scaling` B A x."""
+    alpha: float
+    """The model's output gets `alpha` / `rank` B A x."""
 
     @classmethod
     def from_model(cls, model: Any, lora: LoraConfig) -> Adapters:
@@ -39,13 +39,11 @@ class Adapters:
 
         adapted = peft.get_peft_model(model, options).get_base_model()
         shapes = {name: tensor.shape for name, tensor in adapters_of(adapted).items()}
-        _refuse(name.partition(".lora_embedding_")[0] for name in shapes if ".lora_embedding_" in name)
-        return cls(shapes, options.r, options.lora_alpha / options.r)
-
-    @property
-    def modules(self) -> set[str]:
-        """Names of what they are added to."""
-        return {name.partition(".lora_")[0] for name in self.shapes}
+        for name in shapes:
+            module, embedding, _ = name.rpartition(".lora_embedding_")
+            if embedding:
+                raise ValueError(f"its LoRA has no place for {module.rpartition('.')[2]}; {LEAVE_OUT}")
+        return cls(shapes, options.r, options.lora_alpha)
 
     def facts(self, whole: Facts) -> Facts:
         """Facts of the model, for weights that are these adapters."""
@@ -56,46 +54,28 @@ class Adapters:
         ranks = [rank for rank in sorted(get_args(MaxLoRARanks)) if rank >= self.rank]
         if not ranks:
             raise ValueError(f"its LoRA has no rank {self.rank}; set lora.r to {max(get_args(MaxLoRARanks))} or less")
-        targets = sorted({module.rpartition(".")[2] for module in self.modules})
+        targets = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in self.shapes})
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": ranks[0], "lora_target_modules": targets}
 
 
 class AdapterSlot:
-    """The adapter that all requests use; new weights take the place of the old, and running requests go on with them.
+    """The adapter that all requests use. vLLM reads it from files, as it reads any adapter that peft has saved.
 
     Raises ValueError for modules that vLLM adds nothing to.
     """
 
-    request: Final = LoRARequest("policy", ID, "given by the learner")  # a path that vLLM would read, were it not there
-
-    def __init__(self, runner: Any, adapters: Adapters) -> None:
-        self._manager = runner.lora_manager._adapter_manager
-        self._adapters = adapters
-        mapper = getattr(runner.model, "hf_to_vllm_mapper", None)
-        self._mapper = mapper and mapper.get_rename_mapper()
-        known = set(self._manager.modules) | {n for names in self._manager.packed_modules.values() for n in names}
-        theirs = {m: parse_fine_tuned_lora_name(f"{m}.lora_A.weight", self._mapper)[0] for m in adapters.modules}
-        _refuse(module for module, name in theirs.items() if name not in known)
-        self.load({name: torch.zeros(shape) for name, shape in adapters.shapes.items()})
+    def __init__(self, llm: LLMEngine, adapters: Adapters, folder: Path) -> None:
+        self._llm, self._folder = llm, folder
+        folder.mkdir()
+        config = {"r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": []}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        self.request = LoRARequest("policy", 1, str(folder))
+        try:
+            self.load({name: torch.zeros(shape) for name, shape in adapters.shapes.items()})
+        except ValueError as error:
+            raise ValueError(f"{error}; {LEAVE_OUT}") from None
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """The tensors of `Adapters.shapes`, which are left as they are."""
-        rank = self._adapters.rank
-        scaled = {  # not in place, as vLLM would: these are the learner's
-            name: tensor * self._adapters.scaling if ".lora_B." in name else tensor for name, tensor in state.items()
-        }
-        helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
-        device = str(self._manager.device)
-        dtype = self._manager.lora_config.lora_dtype
-        adapter = LoRAModel.from_lora_tensors(ID, scaled, helper, device, dtype, weights_mapper=self._mapper)
-        self._manager.remove_adapter(ID)
-        self._manager.add_adapter(adapter)
-        self._manager.activate_adapter(ID)
-
-
-def _refuse(modules: Iterable[str]) -> None:
-    if names := sorted({module.rpartition(".")[2] for module in modules}):
-        raise ValueError(
-            f"its LoRA has no place for {', '.join(names)}; leave that out of lora.target_modules, or set "
-            "lora.merge: true"
-        )
+        """Put the tensors of `Adapters.shapes` in the place of the old ones; running requests go on with them."""
+        save_tensors(state, self._folder / "adapter_model.safetensors")
+        self._llm.add_lora(LoRARequest("policy", 1, str(self._folder), load_inplace=True))

@@ -11,6 +11,7 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,21 +19,21 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
 from vllm import EngineArgs, LLMEngine, TokensPrompt
 from vllm import SamplingParams as VllmParams
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, get_tp_group, model_parallel_is_initialized
+from vllm.distributed import cleanup_dist_env_and_memory, get_tp_group, model_parallel_is_initialized
 from vllm.envs import disable_envs_cache
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.utils.network_utils import get_open_port
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from .adapters import Adapters, AdapterSlot
 from .scratch import Scratch, environment
-from .tied import retie
+from .tied import repack_head
 
 Shapes = list[tuple[str, tuple[int, ...], torch.dtype]]
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
@@ -55,20 +56,19 @@ class Core:
     """Cores of this process that are not closed. They share vLLM's process groups."""
     _scratch: Scratch | None = None
 
-    def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None = None) -> None:
+    def __init__(self, arguments: Mapping[str, Any], adapters: Adapters | None = None) -> None:
         self._scratch = Scratch()
         disable_envs_cache()  # with the temporary directory of an earlier engine
         _forget_engines_of_before()
         with self._scratch.used():
             self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         # vLLM would shut down when this engine is collected, and destroy the process groups of the next engine.
-        self._llm.engine_core._finalizer.detach()
+        _, self._shut_down, *_ = self._llm.engine_core._finalizer.detach()
         Core._open.add(self)
         self.config = self._llm.vllm_config
-        self._worker = self._llm.model_executor.driver_worker.worker
-        self.runner = self._worker.model_runner
-        self._tied = tied
-        self._slot = None if adapters is None else AdapterSlot(self.runner, adapters)
+        [self.runner] = self._llm.collective_rpc(lambda worker: worker.model_runner)
+        folder = Path(self._scratch.path) / "adapter"
+        self._slot = None if adapters is None else AdapterSlot(self._llm, adapters, folder)
 
     def draw_by(self, draw: Draw) -> None:
         """Draw tokens where the model hands its logits on; vLLM's sampler then finds one possible token."""
@@ -128,10 +128,10 @@ class Core:
         was_open = self in Core._open
         Core._open.discard(self)
         if not Core._open and was_open:
-            self._llm.engine_core.engine_core.shutdown()
+            self._shut_down()
         elif not Core._open and not hasattr(self, "_llm"):  # it failed to start
             cleanup_dist_env_and_memory()
-        for name in ("_llm", "_worker", "runner", "_slot"):  # all hold the model
+        for name in ("_llm", "_shut_down", "runner", "_slot"):  # all hold the model
             vars(self).pop(name, None)
 
     def _together(self, method: str, *args: Any) -> AbstractContextManager[None]:
@@ -142,8 +142,8 @@ class Core:
         if self._slot is not None:
             self._slot.load(dict(weights))
             return
-        self._worker.reload_weights(weights_iterator=iter(weights))
-        retie(self.runner.model, self._tied)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._llm.apply_model(repack_head)
 
 
 def _forget_engines_of_before() -> None:
@@ -172,14 +172,16 @@ class RankExecutor(ExecutorWithExternalLauncher):
 class LeadingCore(Core):
     """Rank 0 of several. The others end with this process, and this one with them if it waits for them."""
 
-    def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None = None) -> None:
+    def __init__(self, arguments: Mapping[str, Any], adapters: Adapters | None = None) -> None:
         size = int(arguments["tensor_parallel_size"])
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_open_port()), "WORLD_SIZE": str(size)}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
         self._ranks = _Ranks([_start(rank, address) for rank in range(1, size)])
         try:
-            told = self._ranks.telling((dict(arguments), tied, adapters))
+            told = self._ranks.telling((dict(arguments), adapters))
             with told, environment(address | {"RANK": "0", "LOCAL_RANK": "0"}):
-                super().__init__(arguments, tied, adapters)
+                super().__init__(arguments, adapters)
         except BaseException:
             self.close()
             raise
@@ -208,8 +210,8 @@ class LeadingCore(Core):
 class FollowingCore(Core):
     """Any other rank: does what it is told, with the tokens and weights of rank 0."""
 
-    def __init__(self, arguments: Mapping[str, Any], tied: bool, adapters: Adapters | None) -> None:
-        super().__init__(arguments, tied, adapters)
+    def __init__(self, arguments: Mapping[str, Any], adapters: Adapters | None) -> None:
+        super().__init__(arguments, adapters)
         self.draw_by(self._hear)
 
     def load_shapes(self, shapes: Shapes) -> None:

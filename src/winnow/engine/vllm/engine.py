@@ -60,7 +60,7 @@ class VllmEngine(SequenceEngine):
             arguments["max_model_len"] = -1 if fits else facts.max_length
             arguments["distributed_executor_backend"] = RankExecutor if several else None
             core = LeadingCore if several else Core
-            self._core = core(arguments, bool(facts.tied), adapters)
+            self._core = core(arguments, adapters)
             if fits:
                 facts = replace(facts, max_length=int(self._core.config.model_config.max_model_len))
             self._weight_facts = facts if adapters is None else adapters.facts(facts)

@@ -18,10 +18,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from .tied import retie
+from .tied import repack_head
 
 BACKEND: Final = "winnow"
 
@@ -70,14 +69,14 @@ class FileTransfer(WeightTransferEngine[ModelFacts, WeightFile]):
     def receive_weights(self, update_info: WeightFile) -> None:
         """Load the weights. Raises ValueError when the file cannot be read here."""
         try:
-            with safe_open(update_info.path, framework="pt") as file, disable_mtp_completeness_check():
+            with safe_open(update_info.path, framework="pt") as file:
                 self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ValueError(f"cannot read {update_info.path}: {error}") from None
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        retie(self.model, bool(getattr(self.vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)))
+        repack_head(self.model)
 
     def shutdown(self) -> None:
         """Hold nothing between updates."""

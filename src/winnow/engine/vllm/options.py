@@ -37,7 +37,7 @@ BLOCK_SIZE = 32
 """On a CPU, where vLLM's own blocks of 128 tokens would share no short prompts."""
 PREFILL_TOKENS = 8_192
 """On a GPU, prompt tokens of one step: as vLLM's own `LLM` has them; its `LLMEngine` has 2,048."""
-SUPPORTED = ">=0.32,<0.33"
+SUPPORTED = ">=0.31,<0.33"
 """Versions that the tests run with; the others may lack what the engine takes of vLLM's inside."""
 ALONE, SHARED = 0.9, 0.3
 """Default `gpu_memory_utilization` of an engine with a GPU of its own, and on the learner's GPU."""

@@ -1,17 +1,12 @@
-"""Tied heads after new weights."""
+"""Packed copies of tied heads."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def retie(model: Any, tied: bool) -> None:
-    """vLLM's reload leaves a tied head with the old weights, and on a CPU with a packed copy of them."""
-    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
-    if not tied or head is None or embedding is None or head is embedding:
-        return
-    head.tie_weights(embedding)
+def repack_head(model: Any) -> None:
+    """Make the head's packed copy, which vLLM has on CPUs, that of new weights: its reload leaves out a tied head."""
+    head: Any = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+        head.quant_method.process_weights_after_loading(head)
