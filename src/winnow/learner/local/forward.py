@@ -29,7 +29,7 @@ def predictions(body: Body, batch: MicroBatch, dtype: torch.dtype) -> tuple[torc
     entries of `mask_BT`, in row-major order; None: each has its own. `dtype`: of products."""
     trees = batch.trees
     if trees is None:
-        return body(input_ids=batch.input_ids_BT[:, :-1], use_cache=False)[batch.mask_BT[:, 1:]], None
+        return batch.sampled(body(input_ids=batch.input_ids_BT[:, :-1], use_cache=False)), None
     states = body(
         input_ids=trees.input_ids_US,
         position_ids=trees.position_ids_US,

@@ -117,6 +117,7 @@ class LocalLearner(Scorer):
                 for batch in self._batches:
                     self.forward_backward(batch, loss, stats)
                     failpoint("gradient")
+                self._require_finite(stats)
                 if self._scale is None or self._scale.fits(self._params.values()):
                     return stats
 
@@ -147,10 +148,7 @@ class LocalLearner(Scorer):
         return parts
 
     def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
-        """Accumulate the gradients of one micro-batch, times the loss scale under float16.
-
-        Raises FloatingPointError when the loss is not finite.
-        """
+        """Accumulate the gradients of one micro-batch, times the loss scale under float16."""
         with self._kernels():
             if batch.pools is not None and batch.pools.weighing == "gradient":
                 self._strategy(batch.pools).add(batch, loss, stats)
@@ -159,13 +157,18 @@ class LocalLearner(Scorer):
                 total = self._loss(batch, loss, stats)
             self._backward(total)
 
+    def _require_finite(self, stats: Stats) -> None:
+        """Raise FloatingPointError when the loss of all micro-batches is not finite. Only here the host waits."""
+        loss = stats.sums.get("loss", 0.0)
+        if not math.isfinite(loss):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"the loss is {loss}; no update was made")
+
     def _strategy(self, pools: Pools) -> RowByRow | Batched:
         """Return how to compute the gradients of a block whose baselines depend on them."""
         return self._row_by_row if self._batched is None or alone_is_faster(pools) else self._batched
 
     def _backward(self, total: torch.Tensor) -> None:
-        if not torch.isfinite(total):
-            raise FloatingPointError(f"the loss is {total.item()}; no update was made")
         (total if self._scale is None else total * self._scale.factor).backward()
 
     def _loss(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> torch.Tensor:
@@ -179,18 +182,18 @@ class LocalLearner(Scorer):
         if batch.pools is not None:
             baselines = self._token_baselines(batch, loss, logp, squares, weights)
             advantages = advantages - baselines
-            stats.baselines.append(baselines[mask])
+            stats.baselines.append(batch.sampled(baselines))
         if batch.teacher_logp_BT is not None:
             log_ratio = batch.teacher_logp_BT[:, 1:] - logp.detach()
             advantages = advantages + loss.teacher_weight * log_ratio
-            stats.add("teacher_kl", -float((log_ratio * mask).sum()))
+            stats.add("teacher_kl", -(log_ratio * mask).sum())
         advantages, row_weight_B = advantages.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
         sampled = Sampled(logp, old_logp, advantages, weights, mask, batch.rollout_B)
         per_token, clipped = loss.policy_loss(sampled)
         if loss.beta:
             kl = kl_loss(sampled, self._under_reference(batch), loss)
             per_token = per_token + loss.beta * kl
-            stats.add("kl", float((kl.detach() * mask).sum()))
+            stats.add("kl", (kl.detach() * mask).sum())
         if loss.entropy_coef:
             per_token = per_token - loss.entropy_coef * entropy
         total = (per_token * mask * row_weight_B[:, None]).sum()
@@ -220,14 +223,14 @@ class LocalLearner(Scorer):
 
     def apply(self, lr: float) -> float:
         with self.seconds.phase("optimizer"):
-            norm = self._clipped()
-            if not torch.isfinite(norm):
+            norm = float(self._clipped())
+            if not math.isfinite(norm):
                 self._optimizer.zero_grad(set_to_none=True)
-                raise FloatingPointError(f"the gradient norm is {norm.item()}; the weights were left as they were")
+                raise FloatingPointError(f"the gradient norm is {norm}; the weights were left as they were")
             set_learning_rate(self._optimizer, lr)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-            return float(norm)
+            return norm
 
     def close(self) -> None: ...
 
