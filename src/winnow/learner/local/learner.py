@@ -23,6 +23,7 @@ from ...methods.loss import LossConfig, Sampled, kl_loss
 from ..base import UPDATE_SECONDS, Sizes, Stats, update_metrics
 from ..batch import MicroBatch, Pools, micro_batches
 from ..rows import Row
+from .compiled import attend_by_blocks, compile_layers
 from .eval_mode import checkpoint_layers, train_adapter_dropout, without_adapter_dropout
 from .logprob import TokenDistribution
 from .loss_scale import LossScale
@@ -57,7 +58,10 @@ class LocalLearner(Scorer):
         super().__init__(model, distribution, options)
         self.reference = reference
         self._reference_moved = False
-        self._recomputing = None if options.gradient_checkpointing else recomputing(self._causal_lm)
+        saves = options.gradient_checkpointing or options.torch_compile  # compiled layers recompute of their own
+        self._recomputing = None if saves else recomputing(self._causal_lm)
+        if options.torch_compile:
+            self._compile()
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
         train_adapter_dropout(model)
@@ -77,6 +81,14 @@ class LocalLearner(Scorer):
             weight_decay=options.weight_decay,
             args=options.optim_args,
         )
+
+    def _compile(self) -> None:
+        models = [self._causal_lm] if self.reference is None else [self._causal_lm, self.reference]
+        for model in models:
+            compile_layers(model)
+        self._by_blocks = self._share and all(attend_by_blocks(model) for model in models)
+        if self._by_blocks:  # lanes as wide as a pass: a token attends to its own rows, whatever else is in the lane
+            self._limits = replace(self._limits, pairs=math.inf)
 
     def _place(self) -> None:
         """Hook for sharding weights over ranks; called once, before the optimizer is made."""

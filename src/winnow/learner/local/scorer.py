@@ -36,6 +36,8 @@ class LearnerOptions:
     matmul_precision: str = "highest"
     """Precision of the update's float32 products; `medium` uses bfloat16 units (AMX, tensor cores) if available."""
     gradient_checkpointing: bool = False
+    torch_compile: bool = False
+    """See `compiled`."""
     deterministic: bool = False
     """On a GPU: use only kernels with a fixed order of additions."""
     tokens_per_microbatch: int = 16_384
@@ -62,6 +64,8 @@ class Scorer:
         self._own_head = head_is_linear(tried, n_tokens)
         self._share = can_share(tried, self._body(tried), n_tokens)
         parameters, device = sum(p.numel() for p in model.parameters()), self.device.type
+        self._by_blocks = False
+        """Whether attention of prefix trees skips what a token does not see."""
         self._limits = PassLimits.for_model(options.tokens_per_microbatch, parameters, share=self._share, device=device)
 
     @property
@@ -102,11 +106,18 @@ class Scorer:
         with self._autocast():
             wide = self.options.compute_dtype == torch.float32
             dtype = model.dtype if wide else self.options.compute_dtype
-            states_PH, state_N = predictions(self._body(model), batch, dtype)
+            states_PH, state_N = predictions(self._body(model), batch, dtype, by_blocks=self._by_blocks)
             head = model.get_output_embeddings() if self._own_head else torch.nn.Identity()
             context = self.distribution.context(batch.input_ids_BT, batch.mask_BT)
             logp_N, entropy_N, squares_N = token_logp(
-                states_PH, head, targets_N, self.distribution, context, state_N=state_N, squares=squares
+                states_PH,
+                head,
+                targets_N,
+                self.distribution,
+                context,
+                state_N=state_N,
+                squares=squares,
+                fused=self.options.torch_compile,
             )
         entropy_N = entropy_N if with_entropy_grad else entropy_N.detach()
         logp, entropy, squared = (batch.spread(values) for values in (logp_N, entropy_N, squares_N))
