@@ -145,7 +145,7 @@ def test_a_compiled_update_computes_the_same(
 
 def kept_by_compiled_layers(states: torch.Tensor) -> float:
     """Return the bytes a token that compiled functions keep for their backward passes."""
-    nodes, seen, held, tokens = [states.grad_fn], set(), {}, states.shape[1]  # a mask has them twice
+    nodes, seen, held, tokens = [states.grad_fn], set(), {}, states.shape[1]
     while nodes:
         node: Any = nodes.pop()
         if node is None or node in seen:
@@ -153,9 +153,8 @@ def kept_by_compiled_layers(states: torch.Tensor) -> float:
         seen.add(node)
         nodes += [following for following, _ in node.next_functions]
         if type(node).__name__ == "CompiledFunctionBackward":
-            held |= {
-                x.data_ptr(): x.numel() * x.element_size() for x in node.saved_tensors if states.shape[1] in x.shape
-            }
+            own = [x for x in node.saved_tensors if x.shape.count(tokens) == 1]  # neither weights nor the mask
+            held |= {x.data_ptr(): x.numel() * x.element_size() for x in own}
     return sum(held.values()) / tokens
 
 
