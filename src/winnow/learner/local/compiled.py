@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -27,11 +27,9 @@ SPARSE_ON = frozenset({"cuda"})
 """Devices whose flex attention has a backward pass."""
 NAME = "winnow_trees"
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 @cache
-def compiled(function: F) -> F:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function compiled for any sizes."""
     return torch.compile(function, dynamic=True, backend=BACKEND)
 

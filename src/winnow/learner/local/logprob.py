@@ -185,7 +185,7 @@ class _Sliced(torch.autograd.Function):
         target = torch.zeros(len(targets_N), dtype=wide, device=hidden_PH.device)
         reduced = compiled(_reduced) if fused else _reduced
         sums = target, largest, total, moment, square
-        for part in _slices(hidden_PH, weight_VH, targets_N, state_N, temperature):
+        for _, part in _slices(hidden_PH, weight_VH, targets_N, state_N, temperature):
             sums = reduced(part, sums, squares)
         target, largest, total, moment, square = sums
         log_total = total.log()
@@ -209,9 +209,9 @@ class _Sliced(torch.autograd.Function):
         to_hidden = torch.zeros_like(hidden_PH, dtype=ctx.wide) if ctx.needs_input_grad[0] else None
         to_weight = torch.empty_like(weight_VH) if ctx.needs_input_grad[1] else None
         gradient = compiled(_gradient) if ctx.fused else _gradient
-        for part in _slices(hidden_PH, weight_VH, targets_N, state_N, ctx.temperature):
+        for start, part in _slices(hidden_PH, weight_VH, targets_N, state_N, ctx.temperature):
             y = gradient(part, of_logp, norm_P, entropy_P, to_logp, to_entropy)
-            some = slice(part.start, part.start + y.shape[1])
+            some = slice(start, start + y.shape[1])
             if to_weight is not None:
                 torch.mm(y.t(), hidden_PH, out=to_weight[some])
             if to_hidden is not None:
@@ -220,12 +220,12 @@ class _Sliced(torch.autograd.Function):
 
 
 class _Slice(NamedTuple):
-    """Logits of the ids from `start` on, and what they are compared with."""
+    """Logits of a slice of the vocabulary, and the targets."""
 
     product_PV: torch.Tensor
     """In the type of its factors."""
-    start: int
-    targets_N: torch.Tensor
+    column_N: torch.Tensor
+    """Of each target; outside the slice if that has no such column."""
     state_N: torch.Tensor
     temperature: float
 
@@ -237,16 +237,22 @@ class _Slice(NamedTuple):
     def targets(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which targets are in the slice, and their columns."""
         ids = self.product_PV.shape[1]
-        inside = (self.targets_N >= self.start) & (self.targets_N < self.start + ids)
-        return inside, (self.targets_N - self.start).clamp(0, ids - 1)
+        return (self.column_N >= 0) & (self.column_N < ids), self.column_N.clamp(0, ids - 1)
 
 
-def _slices(hidden_PH: torch.Tensor, weight_VH: torch.Tensor, *given: Any) -> Iterator[_Slice]:
-    """Yield the slices of the vocabulary. `given`: the last fields of each."""
+def _slices(
+    hidden_PH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    state_N: torch.Tensor,
+    temperature: float,
+) -> Iterator[tuple[int, _Slice]]:
+    """Yield the first id of each slice, and the slice."""
     elements = SLICE_ELEMENTS.get(hidden_PH.device.type, SLICE_ELEMENTS["cpu"])
     size = max(1, elements // max(1, len(hidden_PH)))
     for start in range(0, len(weight_VH), size):
-        yield _Slice(hidden_PH @ weight_VH[start : start + size].t(), start, *given)
+        product_PV = hidden_PH @ weight_VH[start : start + size].t()
+        yield start, _Slice(product_PV, targets_N - start, state_N, temperature)
 
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
