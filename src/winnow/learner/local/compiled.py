@@ -71,7 +71,7 @@ def tree_attention(
     shared = query.shape[1] // key.shape[1]
     if shared & (shared - 1):  # flex attention's kernel for short rows shares heads among powers of 2
         key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
-    attend = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+    attend: Any = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
     query, key = query.to(value.dtype), key.to(value.dtype)  # norms under autocast make them float32
     states = attend(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True)
     return states.transpose(1, 2).contiguous(), None
