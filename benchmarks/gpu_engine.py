@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ SIBLINGS = 8
 DECODES = {"cuda": [(256, 128, 32), (128, 352, 64), (16, 128, 32)], "cpu": [(16, 8, 8)]}
 """Rows, tokens of the prompt, tokens that are sampled."""
 UPDATES = {"cuda": [64, 256], "cpu": [8]}
-"""Rows of 128 prompt tokens (8 on a CPU) and as many sampled ones."""
+"""Rows of 256 prompt tokens (8 on a CPU) and as many sampled ones."""
 
 
 @dataclass
@@ -160,11 +160,15 @@ def continuous_batching(card: Card) -> Figures:
     return {"tokens_per_s": rows * sampled / run(), "with": "prefill"}
 
 
-def update(card: Card) -> Figures:
-    """Seconds of the third of three updates, and the share of the matrix rate: 6 operations a weight and token."""
+def update(card: Card, *, compiled: bool = False) -> Figures:
+    """Seconds of the third of three updates, and the share of the matrix rate: 6 operations a weight and token.
+
+    `compiled`: with `torch_compile`, which changes the model's layers and so comes last. The learning rate is 0, so
+    that gradient norms of both can be compared.
+    """
     found, vocabulary = {}, card.model.config.vocab_size
-    tokens = 128 if card.device == "cuda" else 8
-    options = LearnerOptions(compute_dtype=torch.bfloat16, tokens_per_microbatch=16_384)
+    tokens = 256 if card.device == "cuda" else 8
+    options = LearnerOptions(compute_dtype=torch.bfloat16, tokens_per_microbatch=16_384, torch_compile=compiled)
     learner = LocalLearner(card.model.float(), TokenDistribution(vocabulary), options)
     for rows in UPDATES[card.device]:
         batch, draws = [], np.random.default_rng(1)
@@ -174,17 +178,21 @@ def update(card: Card) -> Figures:
             rollout = Rollout(0, request.prompt_ids, ids, every, logp, np.zeros(tokens, np.int32))
             batch.append(Row(rollout, draws.choice([-1.0, 1.0]), 1 / (rows * tokens)))
 
-        def work(batch: list[Row] = batch) -> None:
+        def work(batch: list[Row] = batch) -> float:
             learner.accumulate(batch, LossConfig(), 0)
-            learner.apply(1e-6)
+            return learner.apply(0.0)
 
-        seconds = [card.seconds(work) for _ in range(3)][-1]
+        if card.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = [card.seconds(work) for _ in range(3)]
         computed = rows * tokens + rows // SIBLINGS * tokens  # siblings' prompts once
         operations = 6 * card.model.num_parameters() * computed
         found[str(rows)] = {
-            "seconds": seconds,
-            "computed_tokens_per_s": computed / seconds,
-            "share_of_matrix_rate": operations / seconds / card.products_per_s,
+            "seconds": seconds[-1],
+            "first_seconds": seconds[0],
+            "computed_tokens_per_s": computed / seconds[-1],
+            "share_of_matrix_rate": operations / seconds[-1] / card.products_per_s,
+            "grad_norm": work(),
             "kernels": card.kernels(work),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if card.device == "cuda" else None,
         }
@@ -197,6 +205,7 @@ PARTS: dict[str, Callable[[Card], Figures]] = {
     "continuous batching": continuous_batching,
     "update": update,
     "vLLM": vllm,
+    "update with torch_compile": partial(update, compiled=True),
 }
 
 

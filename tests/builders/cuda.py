@@ -32,12 +32,12 @@ BF16 = {"compute_dtype": torch.bfloat16}
 PLAIN = LossConfig(policy_loss=Plain())
 
 
-def qwen3(vocab: int = VOCAB, heads: int = 4, kv_heads: int = 2) -> Any:
+def qwen3(vocab: int = VOCAB, heads: int = 4, kv_heads: int = 2, layers: int = LAYERS) -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=16,

@@ -142,7 +142,7 @@ NOT_SWEPT = frozenset(
     | {"chat_template", "chat_template_kwargs"}
     | {"eval_temperature", "eval_top_p", "eval_top_k", "eval_greedy", "matmul_precision", "optim", "optim_args"}
     | {"deterministic", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "metric_for_best_model"}
-    | {"greater_is_better", "resume"}
+    | {"greater_is_better", "resume", "torch_compile"}
 )
 """Fields whose value changes numbers but no path, or that make the place where a run happens."""
 

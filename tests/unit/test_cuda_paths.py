@@ -125,6 +125,38 @@ def test_the_head_waits_for_nothing() -> None:
     assert waits == [0, 0]
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_update_starts_few_kernels_and_waits_once(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nobody makes it slower unseen: kernels of a layer, of the rest of a micro-batch, and of the optimizer.
+
+    Passes over prefix trees do not wait for the device; the statistics of all come in one transfer.
+    """
+    monkeypatch.setattr(recompute, "WORTH", 0)
+    counts = []
+    for layers in (2, 3):
+        with PretendCuda() as gpu:
+            options = LearnerOptions(tokens_per_microbatch=512, gradient_checkpointing=checkpointing, **BF16)
+            learner = LocalLearner(qwen3(layers=layers).to("cuda"), TokenDistribution(VOCAB), options)
+            rows, kernels = rows_of(6, 4), []
+            for _ in range(2):
+                gpu.clear()
+                learner.accumulate(rows, LossConfig(), 0)
+                kernels = [sum(gpu.launches.values())]
+                passes = len(learner._batches)
+                assert passes > 1
+                assert all(batch.trees is not None for batch in learner._batches)
+                assert sum(n for (where, _), n in gpu.syncs.items() if "batch.py" not in where) == 1, gpu.report()
+                gpu.clear()
+                learner.apply(1e-3)
+                kernels.append(sum(gpu.launches.values()))
+            counts.append(kernels)
+    (smaller, step), (larger, _) = counts
+    of_layer = (larger - smaller) / passes
+    assert of_layer <= (295 if checkpointing else 250)
+    assert (smaller - 2 * of_layer * passes) / passes <= 220
+    assert step <= 12
+
+
 def test_a_gpu_gets_few_micro_batches() -> None:
     """256 rollouts of GSM8K's lengths."""
     draws, rows = random.Random(0), []

@@ -185,9 +185,9 @@ def test_padding_and_its_token_do_not_matter() -> None:
 def test_a_loss_or_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
     model = llama()
     learner, before = learner_of(model), copy.deepcopy(model.state_dict())
-    bad = collate([Row(random_rows()[0].rollout, float("inf"), 1.0)], pad_id=0)
+    bad = Row(random_rows()[0].rollout, float("inf"), 1.0)
     with pytest.raises(FloatingPointError, match="loss"):
-        learner.forward_backward(bad, LossConfig(policy_loss=Plain()), Stats())
+        learner.accumulate([bad], LossConfig(policy_loss=Plain()))
     learner.forward_backward(collate(random_rows(), pad_id=0), LossConfig(), Stats())
     next(model.parameters()).grad[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="gradient norm"):

@@ -77,9 +77,10 @@ def test_gradients_that_never_fit_end_the_run() -> None:
 
 def test_the_factor_grows_again_after_many_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("winnow.learner.local.loss_scale.GROWTH_UPDATES", 3)
-    scale = LossScale()
+    scale, parameter = LossScale(), torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
     for _ in range(3):
-        assert scale.fits([])
+        assert scale.fits([parameter])
     assert scale.factor == 2 * START_FACTOR
 
 

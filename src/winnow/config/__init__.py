@@ -181,6 +181,7 @@ class RunConfig(BaseModel):
     tokens_per_microbatch: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     gradient_checkpointing: bool | Literal["auto"] = "auto"
+    torch_compile: bool = False
     deterministic: bool = False
     lora: LoraConfig | None = None
 

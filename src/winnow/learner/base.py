@@ -24,7 +24,8 @@ OF_ROWS = ("log_w_B", "log_ratio_N", "baselines", "row_norm_B")
 class Stats:
     """Sums over the action tokens of one or more micro-batches; divide by `tokens` for means."""
 
-    sums: dict[str, float] = field(default_factory=dict)
+    booked: dict[str, float] = field(default_factory=dict)
+    """Sums so far, without those that are still on a device."""
     log_w_B: list[torch.Tensor] = field(default_factory=list)
     """Log importance ratio (learner over sampler) of each row, [B] per micro-batch."""
     log_ratio_N: list[torch.Tensor] = field(default_factory=list)
@@ -33,9 +34,25 @@ class Stats:
     """Baselines that the update computed, per pool or per token."""
     row_norm_B: list[torch.Tensor] = field(default_factory=list)
     """Gradient norm of each row at an advantage of 1, where baselines depend on it."""
+    _on_device: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """Values still to add, as 0-dimensional tensors."""
 
-    def add(self, name: str, value: float) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + value
+    def add(self, name: str, value: float | torch.Tensor) -> None:
+        """Add to a sum. A tensor is fetched when the sums are read, so that passes need not wait for the device."""
+        if isinstance(value, torch.Tensor):
+            self._on_device.append((name, value.detach()))
+        else:
+            self.booked[name] = self.booked.get(name, 0.0) + value
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """All sums, by name. Fetches what is still on the device, in one transfer."""
+        if self._on_device:
+            names, values = zip(*self._on_device, strict=True)
+            self._on_device = []
+            for name, value in zip(names, torch.stack([x.double() for x in values]).tolist(), strict=True):
+                self.add(name, value)
+        return self.booked
 
     def on_host(self) -> Stats:
         """Return a copy with all tensors on the host."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import cast
@@ -101,6 +101,22 @@ class MicroBatch:
     """int64: number of the row's rollout, ascending from 0; None: each row is a rollout."""
     teacher_logp_BT: torch.Tensor | None = None
     """Log-probabilities under the teacher, 0 outside the mask; None: there is none."""
+    sampled_N: torch.Tensor = field(default=None)  # type: ignore[assignment]
+    """int64: where `mask_BT[:, 1:]`, laid end to end, is True, ascending. Unlike the mask, it is an index for which the
+    host need not wait."""
+
+    def __post_init__(self) -> None:
+        if self.sampled_N is None:
+            self.sampled_N = self.mask_BT[:, 1:].flatten().nonzero()[:, 0]
+
+    def sampled(self, values_BT: torch.Tensor) -> torch.Tensor:
+        """Return the values [N] of sampled tokens; columns shifted by one."""
+        return values_BT.flatten(0, 1)[self.sampled_N]
+
+    def spread(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return [B, T-1]: the values of sampled tokens, and 0 elsewhere."""
+        shape = self.mask_BT[:, 1:].shape
+        return values_N.new_zeros(shape.numel()).scatter(0, self.sampled_N, values_N).view(shape)
 
 
 @dataclass(frozen=True)
@@ -243,6 +259,7 @@ class Packing:
             rollout_B=None if len(self.rollouts) == B else torch.tensor(number_B, device=device),
             trees=None if self.lanes is None else self._trees(self.lanes, mask, device),
             teacher_logp_BT=None if rows[0].teacher_logp is None else torch.from_numpy(teacher).to(device),
+            sampled_N=torch.from_numpy(np.flatnonzero(mask[:, 1:])).to(device),
         )
 
     def _trees(self, lanes: Lanes, mask_BT: np.ndarray, device: torch.device | str) -> PrefixTrees:

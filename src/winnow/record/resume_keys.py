@@ -15,12 +15,12 @@ MAY_CHANGE_ON_RESUME = frozenset(
     | {"save_dtype", "max_failed_share", "reward_timeout_s", "reward_memory_mb", "reward_env", "reward_sandbox"}
     | {"resume"}
     | {"sync", "learner", "threads", "metric_for_best_model", "greater_is_better"}
-    | {"engine", "tokens_per_microbatch", "gradient_checkpointing"}
+    | {"engine", "tokens_per_microbatch", "gradient_checkpointing", "torch_compile"}
     | {"push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"}
 )
 """Keys a resume may override; others would change what the rest of the run computes. Of `sync` only options of sampler
 processes, whose runs are not repeatable anyway; of `learner` where it runs; of `engine` what bounds its memory. These,
-`tokens_per_microbatch`, `gradient_checkpointing` and `threads` change how sums are rounded."""
+`tokens_per_microbatch`, `gradient_checkpointing`, `torch_compile` and `threads` change how sums are rounded."""
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:

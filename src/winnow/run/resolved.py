@@ -223,6 +223,7 @@ def learner_context(c: RunConfig, options: Options) -> LearnerContext:
             compute_dtype=torch.float32 if c.dtype == "auto" else getattr(torch, c.dtype),
             matmul_precision=c.matmul_precision,
             gradient_checkpointing=c.gradient_checkpointing is True,
+            torch_compile=c.torch_compile,
             deterministic=c.deterministic,
             tokens_per_microbatch=LearnerOptions.tokens_per_microbatch if tokens == "auto" else tokens,
             merge_adapters=c.lora is None or c.lora.merge,

@@ -61,6 +61,8 @@ class Fsdp:
         """Build the learner. Raises ValueError if ranks cannot train this, or do not fit the cluster."""
         if context.options.compute_dtype == torch.float16:
             raise ValueError("learner: fsdp has no loss scale for dtype: float16; set dtype: bfloat16 or float32")
+        if context.options.torch_compile:
+            raise ValueError("learner: fsdp does not compile its layers; set torch_compile: false, or learner: local")
         optim = context.options.optim
         if optim not in WHOLE:
             raise ValueError(

@@ -18,22 +18,26 @@ import torch
 from ...types import Rollout
 from ..batch import MicroBatch, PassLimits, collate
 from ..rows import Row
+from .compiled import block_mask
 
 Body = Callable[..., torch.Tensor]
 """A model's forward as a function to [B, T, H] hidden states or [B, T, V] logits."""
 WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
-def predictions(body: Body, batch: MicroBatch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def predictions(
+    body: Body, batch: MicroBatch, dtype: torch.dtype, *, by_blocks: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the P distinct states [P, H] or [P, V] that predict tokens, and which of them predicts each of the N True
-    entries of `mask_BT`, in row-major order; None: each has its own. `dtype`: of products."""
+    entries of `mask_BT`, in row-major order; None: each has its own. `dtype`: of products. `by_blocks`: the model
+    takes a block mask of prefix trees."""
     trees = batch.trees
     if trees is None:
-        return body(input_ids=batch.input_ids_BT[:, :-1], use_cache=False)[batch.mask_BT[:, 1:]], None
+        return batch.sampled(body(input_ids=batch.input_ids_BT[:, :-1], use_cache=False)), None
     states = body(
         input_ids=trees.input_ids_US,
         position_ids=trees.position_ids_US,
-        attention_mask=trees.mask(dtype),
+        attention_mask=block_mask(trees) if by_blocks else trees.mask(dtype),
         use_cache=False,
     )
     return states.flatten(0, 1)[trees.predicting_P], trees.predicting_N

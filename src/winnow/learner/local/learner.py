@@ -23,6 +23,7 @@ from ...methods.loss import LossConfig, Sampled, kl_loss
 from ..base import UPDATE_SECONDS, Sizes, Stats, update_metrics
 from ..batch import MicroBatch, Pools, micro_batches
 from ..rows import Row
+from .compiled import attend_by_blocks, compile_layers
 from .eval_mode import checkpoint_layers, train_adapter_dropout, without_adapter_dropout
 from .logprob import TokenDistribution
 from .loss_scale import LossScale
@@ -57,7 +58,10 @@ class LocalLearner(Scorer):
         super().__init__(model, distribution, options)
         self.reference = reference
         self._reference_moved = False
-        self._recomputing = None if options.gradient_checkpointing else recomputing(self._causal_lm)
+        saves = options.gradient_checkpointing or options.torch_compile  # compiled layers recompute of their own
+        self._recomputing = None if saves else recomputing(self._causal_lm)
+        if options.torch_compile:
+            self._compile()
         if options.gradient_checkpointing:
             checkpoint_layers(self._causal_lm)
         train_adapter_dropout(model)
@@ -77,6 +81,14 @@ class LocalLearner(Scorer):
             weight_decay=options.weight_decay,
             args=options.optim_args,
         )
+
+    def _compile(self) -> None:
+        models = [self._causal_lm] if self.reference is None else [self._causal_lm, self.reference]
+        for model in models:
+            compile_layers(model)
+        self._by_blocks = self._share and all(attend_by_blocks(model) for model in models)
+        if self._by_blocks:  # lanes as wide as a pass: a token attends to its own rows, whatever else is in the lane
+            self._limits = replace(self._limits, pairs=math.inf)
 
     def _place(self) -> None:
         """Hook for sharding weights over ranks; called once, before the optimizer is made."""
@@ -117,6 +129,7 @@ class LocalLearner(Scorer):
                 for batch in self._batches:
                     self.forward_backward(batch, loss, stats)
                     failpoint("gradient")
+                self._require_finite(stats)
                 if self._scale is None or self._scale.fits(self._params.values()):
                     return stats
 
@@ -147,10 +160,7 @@ class LocalLearner(Scorer):
         return parts
 
     def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
-        """Accumulate the gradients of one micro-batch, times the loss scale under float16.
-
-        Raises FloatingPointError when the loss is not finite.
-        """
+        """Accumulate the gradients of one micro-batch, times the loss scale under float16."""
         with self._kernels():
             if batch.pools is not None and batch.pools.weighing == "gradient":
                 self._strategy(batch.pools).add(batch, loss, stats)
@@ -159,13 +169,18 @@ class LocalLearner(Scorer):
                 total = self._loss(batch, loss, stats)
             self._backward(total)
 
+    def _require_finite(self, stats: Stats) -> None:
+        """Raise FloatingPointError when the loss of all micro-batches is not finite. Only here the host waits."""
+        loss = stats.sums.get("loss", 0.0)
+        if not math.isfinite(loss):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"the loss is {loss}; no update was made")
+
     def _strategy(self, pools: Pools) -> RowByRow | Batched:
         """Return how to compute the gradients of a block whose baselines depend on them."""
         return self._row_by_row if self._batched is None or alone_is_faster(pools) else self._batched
 
     def _backward(self, total: torch.Tensor) -> None:
-        if not torch.isfinite(total):
-            raise FloatingPointError(f"the loss is {total.item()}; no update was made")
         (total if self._scale is None else total * self._scale.factor).backward()
 
     def _loss(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> torch.Tensor:
@@ -179,18 +194,18 @@ class LocalLearner(Scorer):
         if batch.pools is not None:
             baselines = self._token_baselines(batch, loss, logp, squares, weights)
             advantages = advantages - baselines
-            stats.baselines.append(baselines[mask])
+            stats.baselines.append(batch.sampled(baselines))
         if batch.teacher_logp_BT is not None:
             log_ratio = batch.teacher_logp_BT[:, 1:] - logp.detach()
             advantages = advantages + loss.teacher_weight * log_ratio
-            stats.add("teacher_kl", -float((log_ratio * mask).sum()))
+            stats.add("teacher_kl", -(log_ratio * mask).sum())
         advantages, row_weight_B = advantages.to(logp.dtype), batch.row_weight_B.to(logp.dtype)
         sampled = Sampled(logp, old_logp, advantages, weights, mask, batch.rollout_B)
         per_token, clipped = loss.policy_loss(sampled)
         if loss.beta:
             kl = kl_loss(sampled, self._under_reference(batch), loss)
             per_token = per_token + loss.beta * kl
-            stats.add("kl", float((kl.detach() * mask).sum()))
+            stats.add("kl", (kl.detach() * mask).sum())
         if loss.entropy_coef:
             per_token = per_token - loss.entropy_coef * entropy
         total = (per_token * mask * row_weight_B[:, None]).sum()
@@ -220,14 +235,14 @@ class LocalLearner(Scorer):
 
     def apply(self, lr: float) -> float:
         with self.seconds.phase("optimizer"):
-            norm = self._clipped()
-            if not torch.isfinite(norm):
+            norm = float(self._clipped())
+            if not math.isfinite(norm):
                 self._optimizer.zero_grad(set_to_none=True)
-                raise FloatingPointError(f"the gradient norm is {norm.item()}; the weights were left as they were")
+                raise FloatingPointError(f"the gradient norm is {norm}; the weights were left as they were")
             set_learning_rate(self._optimizer, lr)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-            return float(norm)
+            return norm
 
     def close(self) -> None: ...
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from ...base.token_filters import lowest_kept, penalized, relative_weights, seen
+from .compiled import compiled
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits held at once, forward or backward (256 MiB in float32)."""
@@ -124,20 +125,21 @@ def token_logp(
     *,
     state_N: torch.Tensor | None = None,
     squares: bool = False,
+    fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probability (nats) of each target, entropy and sum of squares of each distribution, as `of_tokens`.
 
     `state_N`: row of `hidden_PH` that predicts each target; None: each has its own. `head` maps [n, H] to raw logits
     [n, V]. A plain matrix is processed in slices of the vocabulary unless a filter needs all of it. Otherwise positions
     go through `head` in chunks of at most `CHUNK_ELEMENTS` logits; with several chunks, the backward pass recomputes
-    them.
+    them. `fused`: passes over a slice's logits are compiled.
     """
     if type(head) is torch.nn.Linear and head.bias is None and distribution.plain:
         hidden, weight = in_the_type_of_autocast(hidden_PH, head.weight[: distribution.n_tokens])
         if state_N is None:
             state_N = torch.arange(len(targets_N), device=targets_N.device)
         sliced: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Sliced.apply(
-            hidden, weight, targets_N, state_N, distribution.temperature, squares
+            hidden, weight, targets_N, state_N, distribution.temperature, squares, fused
         )
         return sliced
     hidden_NH = hidden_PH if state_N is None else hidden_PH[state_N]
@@ -174,29 +176,22 @@ class _Sliced(torch.autograd.Function):
         state_N: torch.Tensor,
         temperature: float,
         squares: bool,
+        fused: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.float64 if hidden_PH.dtype == torch.float64 else torch.float32
         largest = torch.full((len(hidden_PH),), -torch.inf, dtype=wide, device=hidden_PH.device)
         # Sums of e = exp(logit - largest), of e times (logit - largest), and of e squared.
         total, moment, square = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
         target = torch.zeros(len(targets_N), dtype=wide, device=hidden_PH.device)
-        for start, logits in _slices(hidden_PH, weight_VH, temperature, wide):
-            here = (targets_N - start).clamp(0, logits.shape[1] - 1)
-            inside = (targets_N >= start) & (targets_N < start + logits.shape[1])
-            target = torch.where(inside, logits[state_N, here], target)
-            before, largest = largest, torch.maximum(largest, logits.amax(1))
-            lower = torch.where(before == -torch.inf, 0, before - largest)
-            shrink = torch.where(before == -torch.inf, 0, lower.exp())
-            logits -= largest[:, None]
-            e = logits.exp()
-            moment = shrink * (moment + lower * total) + torch.linalg.vecdot(e, logits)
-            total = shrink * total + e.sum(1)
-            if squares:
-                square = shrink.square() * square + torch.linalg.vecdot(e, e)
+        reduced = compiled(_reduced) if fused else _reduced
+        sums = target, largest, total, moment, square
+        for _, part in _slices(hidden_PH, weight_VH, targets_N, state_N, temperature):
+            sums = reduced(part, sums, squares)
+        target, largest, total, moment, square = sums
         log_total = total.log()
         entropy = log_total - moment / total
         ctx.save_for_backward(hidden_PH, weight_VH, targets_N, state_N, largest + log_total, entropy)
-        ctx.temperature, ctx.wide = temperature, wide
+        ctx.temperature, ctx.wide, ctx.fused = temperature, wide, fused
         ctx.set_materialize_grads(False)
         squared_N = (square / total.square())[state_N]
         ctx.mark_non_differentiable(squared_N)
@@ -213,34 +208,89 @@ class _Sliced(torch.autograd.Function):
         to_entropy = None if of_entropy is None else torch.zeros_like(norm_P).index_add_(0, state_N, of_entropy)
         to_hidden = torch.zeros_like(hidden_PH, dtype=ctx.wide) if ctx.needs_input_grad[0] else None
         to_weight = torch.empty_like(weight_VH) if ctx.needs_input_grad[1] else None
-        for start, logits in _slices(hidden_PH, weight_VH, ctx.temperature, ctx.wide):
-            logits -= norm_P[:, None]
-            if to_entropy is None:
-                y = logits.exp_().mul_(-to_logp[:, None])
-            else:
-                factor = to_logp[:, None] + to_entropy[:, None] * (logits + entropy_P[:, None])
-                y = logits.exp_().mul_(-factor)
-            inside = (targets_N >= start) & (targets_N < start + y.shape[1])
-            here = (targets_N - start).clamp(0, y.shape[1] - 1)
-            # No boolean mask, which would make the host wait.
-            y.view(-1).scatter_add_(0, state_N * y.shape[1] + here, torch.where(inside, of_logp, 0))
-            if ctx.temperature != 1:
-                y /= ctx.temperature
-            y = y.to(hidden_PH.dtype)
+        gradient = compiled(_gradient) if ctx.fused else _gradient
+        for start, part in _slices(hidden_PH, weight_VH, targets_N, state_N, ctx.temperature):
+            y = gradient(part, of_logp, norm_P, entropy_P, to_logp, to_entropy)
             some = slice(start, start + y.shape[1])
             if to_weight is not None:
                 torch.mm(y.t(), hidden_PH, out=to_weight[some])
             if to_hidden is not None:
                 to_hidden += y @ weight_VH[some]
-        return None if to_hidden is None else to_hidden.to(hidden_PH.dtype), to_weight, None, None, None, None
+        return None if to_hidden is None else to_hidden.to(hidden_PH.dtype), to_weight, None, None, None, None, None
+
+
+class _Slice(NamedTuple):
+    """Logits of a slice of the vocabulary, and the targets."""
+
+    product_PV: torch.Tensor
+    """In the type of its factors."""
+    column_N: torch.Tensor
+    """Of each target; outside the slice if that has no such column."""
+    state_N: torch.Tensor
+    temperature: float
+
+    def logits(self) -> torch.Tensor:
+        """Return logits in float32 or float64, in the place of the product if that has the type."""
+        logits = at_least_float32(self.product_PV)
+        return logits if self.temperature == 1 else logits.div_(self.temperature)
+
+    def targets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which targets are in the slice, and their columns."""
+        ids = self.product_PV.shape[1]
+        return (self.column_N >= 0) & (self.column_N < ids), self.column_N.clamp(0, ids - 1)
 
 
 def _slices(
-    hidden_PH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, wide: torch.dtype
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each slice's first id and logits."""
+    hidden_PH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    state_N: torch.Tensor,
+    temperature: float,
+) -> Iterator[tuple[int, _Slice]]:
+    """Yield the first id of each slice, and the slice."""
     elements = SLICE_ELEMENTS.get(hidden_PH.device.type, SLICE_ELEMENTS["cpu"])
     size = max(1, elements // max(1, len(hidden_PH)))
     for start in range(0, len(weight_VH), size):
-        logits = (hidden_PH @ weight_VH[start : start + size].t()).to(wide)
-        yield start, logits if temperature == 1 else logits.div_(temperature)
+        product_PV = hidden_PH @ weight_VH[start : start + size].t()
+        yield start, _Slice(product_PV, targets_N - start, state_N, temperature)
+
+
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _reduced(part: _Slice, sums: Sums, squares: bool) -> Sums:
+    """Return the sums of `_Sliced.forward` with one more slice."""
+    target, before, total, moment, square = sums
+    logits, (inside, here) = part.logits(), part.targets()
+    target = torch.where(inside, logits[part.state_N, here], target)
+    largest = torch.maximum(before, logits.amax(1))
+    lower = torch.where(before == -torch.inf, 0, before - largest)
+    shrink = torch.where(before == -torch.inf, 0, lower.exp())
+    logits -= largest[:, None]
+    e = logits.exp()
+    moment = shrink * (moment + lower * total) + torch.linalg.vecdot(e, logits)
+    total = shrink * total + e.sum(1)
+    if squares:
+        square = shrink.square() * square + torch.linalg.vecdot(e, e)
+    return target, largest, total, moment, square
+
+
+def _gradient(
+    part: _Slice,
+    of_logp: torch.Tensor,
+    norm_P: torch.Tensor,
+    entropy_P: torch.Tensor,
+    to_logp: torch.Tensor,
+    to_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the loss's gradient at a slice's product, in its type."""
+    logits, (inside, here) = part.logits(), part.targets()
+    logits -= norm_P[:, None]
+    if to_entropy is None:
+        y = logits.exp_().mul_(-to_logp[:, None])
+    else:
+        factor = to_logp[:, None] + to_entropy[:, None] * (logits + entropy_P[:, None])
+        y = logits.exp_().mul_(-factor)
+    # No boolean mask, which would make the host wait.
+    y.view(-1).scatter_add_(0, part.state_N * y.shape[1] + here, torch.where(inside, of_logp, 0))
+    return (y if part.temperature == 1 else y.div_(part.temperature)).to(part.product_PV.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -28,16 +29,14 @@ class LossScale:
         Raises FloatingPointError when gradients are not finite without a factor either.
         """
         gradients = [p.grad for p in params if p.grad is not None]
-        if all(bool(torch.isfinite(g).all()) for g in gradients):
-            for g in gradients:
-                g /= self.factor
+        if bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients, math.inf))):
+            torch._foreach_div_(gradients, self.factor)
             self._clean += 1
             if self._clean % GROWTH_UPDATES == 0:
                 self.factor = min(2 * self.factor, LARGEST_FACTOR)
             return True
         if self.factor <= 1:
             raise FloatingPointError("gradients overflow float16; no update was made. Set dtype: bfloat16 or float32")
-        for g in gradients:
-            g.zero_()
+        torch._foreach_zero_(gradients)
         self.factor, self._clean = self.factor / 2, 0
         return False

@@ -29,7 +29,7 @@ from .forward import predictions
 from .grad_norms import RowHooks, Term, UnsupportedModelError, add_times
 from .logprob import TokenDistribution
 from .row_head import HeadPass, RowHead, Tokens
-from .update_stats import Logp, book, correction_weights, spread
+from .update_stats import Logp, book, correction_weights
 
 ALONE_TOKENS = 200
 """Mean padded row length from which a CPU computes rows one by one. `Batched` is 1.5 times as fast at 128 tokens, at
@@ -203,10 +203,10 @@ class Batched:
         mask = batch.mask_BT[:, 1:]
         with self.hooks.watching(len(mask), batch.rollout_B) as terms:
             states_NH, tokens, head = self.whole(partial(self._forward, batch))
-            logp, entropy = spread(mask, head.logp_N), spread(mask, head.entropy_N)
+            logp, entropy = batch.spread(head.logp_N), batch.spread(head.entropy_N)
             weights, _ = correction_weights(batch, loss, logp, stats)
             coefficient_BT = -(mask * weights * batch.row_weight_B.to(logp.dtype)[:, None])
-            tokens = replace(tokens, coefficient_N=coefficient_BT[mask])
+            tokens = replace(tokens, coefficient_N=batch.sampled(coefficient_BT))
             if states_NH.requires_grad:
                 states_NH.backward(head.states_gradient_NH * tokens.coefficient_N[:, None].to(states_NH.dtype))
             terms += self.hooks.of_scales()
@@ -218,8 +218,8 @@ class Batched:
         return terms, sum_by_rollout((coefficient_BT * logp).sum(1), batch.rollout_B)
 
     def _forward(self, batch: MicroBatch) -> tuple[torch.Tensor, Tokens, HeadPass]:
-        mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
-        row_N = mask.nonzero()[:, 0]
+        targets_N = batch.sampled(batch.input_ids_BT[:, 1:])
+        row_N = batch.sampled_N // (batch.mask_BT.shape[1] - 1)
         rollout_N = row_N if batch.rollout_B is None else batch.rollout_B[row_N]
 
         def body(**inputs: Any) -> torch.Tensor:
@@ -229,7 +229,7 @@ class Batched:
         with self.autocast():
             states_NH, _ = predictions(body, batch, torch.float32)
             context = self.head.distribution.context(batch.input_ids_BT, batch.mask_BT)
-            tokens = Tokens(states_NH.detach(), targets[mask], rollout_N, rollout_N.to(states_NH.dtype), context)
+            tokens = Tokens(states_NH.detach(), targets_N, rollout_N, rollout_N.to(states_NH.dtype), context)
             return states_NH, tokens, self.head(tokens)
 
 

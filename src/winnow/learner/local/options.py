@@ -24,6 +24,9 @@ class Local:
             raise ValueError(
                 f"dtype: float16 needs a CUDA device, and this run uses {device.type}; set dtype: bfloat16 or float32"
             )
+        if context.options.torch_compile and (context.gradient_baselines or context.options.deterministic):
+            other = "advantage: opob" if context.gradient_baselines else "deterministic: true"
+            raise ValueError(f"torch_compile: does not work with {other}; set it to false")
         models = [model for model in (policy.model, policy.reference) if model is not None]
         if context.lora and dtype == torch.bfloat16 and device.type == "cuda":
             halve_frozen(*models)

@@ -18,7 +18,6 @@ from ..rows import Row
 from .eval_mode import WideAttention, without_adapter_dropout
 from .forward import Body, can_share, head_is_linear, predictions
 from .logprob import TokenDistribution, token_logp
-from .update_stats import spread
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,8 @@ class LearnerOptions:
     matmul_precision: str = "highest"
     """Precision of the update's float32 products; `medium` uses bfloat16 units (AMX, tensor cores) if available."""
     gradient_checkpointing: bool = False
+    torch_compile: bool = False
+    """See `compiled`."""
     deterministic: bool = False
     """On a GPU: use only kernels with a fixed order of additions."""
     tokens_per_microbatch: int = 16_384
@@ -63,6 +64,8 @@ class Scorer:
         self._own_head = head_is_linear(tried, n_tokens)
         self._share = can_share(tried, self._body(tried), n_tokens)
         parameters, device = sum(p.numel() for p in model.parameters()), self.device.type
+        self._by_blocks = False
+        """Whether attention of prefix trees skips what a token does not see."""
         self._limits = PassLimits.for_model(options.tokens_per_microbatch, parameters, share=self._share, device=device)
 
     @property
@@ -99,18 +102,25 @@ class Scorer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `of_tokens` as [B, T-1], 0 outside the mask; float32, or float64 for a float64 model."""
         model = model or self._causal_lm
-        mask, targets = batch.mask_BT[:, 1:], batch.input_ids_BT[:, 1:]
+        targets_N = batch.sampled(batch.input_ids_BT[:, 1:])
         with self._autocast():
             wide = self.options.compute_dtype == torch.float32
             dtype = model.dtype if wide else self.options.compute_dtype
-            states_PH, state_N = predictions(self._body(model), batch, dtype)
+            states_PH, state_N = predictions(self._body(model), batch, dtype, by_blocks=self._by_blocks)
             head = model.get_output_embeddings() if self._own_head else torch.nn.Identity()
             context = self.distribution.context(batch.input_ids_BT, batch.mask_BT)
             logp_N, entropy_N, squares_N = token_logp(
-                states_PH, head, targets[mask], self.distribution, context, state_N=state_N, squares=squares
+                states_PH,
+                head,
+                targets_N,
+                self.distribution,
+                context,
+                state_N=state_N,
+                squares=squares,
+                fused=self.options.torch_compile,
             )
         entropy_N = entropy_N if with_entropy_grad else entropy_N.detach()
-        logp, entropy, squared = (spread(mask, values) for values in (logp_N, entropy_N, squares_N))
+        logp, entropy, squared = (batch.spread(values) for values in (logp_N, entropy_N, squares_N))
         return logp, entropy, squared
 
     def _body(self, model: Any) -> Body:

@@ -41,8 +41,8 @@ def correction_weights(
         stats.add(f"correction/{name}", number)
     if loss.correction.active:
         mask_BT = batch.mask_BT[:, 1:]
-        stats.add("correction/masked", float(((weights == 0) & mask_BT).sum()))
-        stats.add("correction/masked_of", float(mask_BT.sum()))
+        stats.add("correction/masked", ((weights == 0) & mask_BT).sum())
+        stats.add("correction/masked_of", float(len(batch.sampled_N)))
     return weights, old_logp
 
 
@@ -53,12 +53,7 @@ def book(
     mask = batch.mask_BT[:, 1:]
     log_ratio = (logp_BT.detach() - batch.sampler_logp_BT[:, 1:]) * mask
     stats.log_w_B.append(sum_by_rollout(log_ratio.sum(1), batch.rollout_B))
-    stats.log_ratio_N.append(log_ratio[mask])
-    sums |= {"tokens": mask.sum(), "entropy": (entropy_BT.detach() * mask).sum()}
-    for name, value in zip(sums, torch.stack([x.double() for x in sums.values()]).tolist(), strict=True):
+    stats.log_ratio_N.append(batch.sampled(log_ratio))
+    stats.add("tokens", float(len(batch.sampled_N)))
+    for name, value in (sums | {"entropy": (entropy_BT.detach() * mask).sum()}).items():
         stats.add(name, value)
-
-
-def spread(mask_BT: torch.Tensor, values_N: torch.Tensor) -> torch.Tensor:
-    """Return [B, T]: the values where the mask is True, in row-major order, and 0 elsewhere."""
-    return torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=mask_BT.device).masked_scatter(mask_BT, values_N)
