@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from ..sampling import sample
 from .backend import Drafted, Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
 from .graphs import DecodeGraphs
@@ -103,6 +104,7 @@ def _names(config: Any) -> set[str]:
 class LlamaBackend:
     mixed_lengths = True
     """Whether one prefill takes prompts of different lengths."""
+    sample = staticmethod(sample)
 
     def __init__(
         self, model: Any, *, vocab_size: int, max_length: int, dtype: torch.dtype, device: torch.device
