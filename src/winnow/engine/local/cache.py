@@ -101,7 +101,7 @@ class KVCache:
         self.mask.index_copy_(0, target, self.mask.index_select(0, source))
 
     def open(self, positions_N: torch.Tensor, heads: int) -> torch.Tensor:
-        """Unmask the column that each row is about to write; returns where its heads lie (int64 [N * heads]).
+        """Unmask the column that each row is about to write; returns where its heads lie (int64 [N, heads]).
 
         The index counts columns of a layer with that many heads: `keys[l].view(-1, D)[index]`.
         """
@@ -109,9 +109,9 @@ class KVCache:
         flat_N = self._rows[:n] * self.columns + positions_N
         self.mask.view(-1).index_fill_(0, flat_N, 0)
         if heads == 1:
-            return flat_N
+            return flat_N[:, None]
         head_rows = self._rows[:n, None] * heads + torch.arange(heads, device=positions_N.device)
-        return (head_rows * self.columns + positions_N[:, None]).view(-1)
+        return head_rows * self.columns + positions_N[:, None]
 
 
 class CacheRows:
