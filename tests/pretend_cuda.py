@@ -53,11 +53,11 @@ from .pretended_tensors import (
     SCALAR_OK,
     SYNC,
     mark,
-    traffic,
     on_cuda,
     product,
     storage_of,
     tensors_in,
+    traffic,
 )
 
 aten = torch.ops.aten

@@ -88,7 +88,7 @@ def test_a_decode_step_mixes_no_devices_and_waits_at_most_twice(dtype: str, para
 
 
 def test_a_layer_of_a_decode_step_moves_little_more_than_its_weights_and_cache() -> None:
-    """Shapes of Qwen3-0.6B, 64 rows of 128 columns; a launch counts bytes even where the card's cache would have them."""
+    """Shapes of Qwen3-0.6B, 64 rows of 128 columns; a launch counts bytes that the card's cache may have, too."""
     n, columns, moved = 64, 128, []
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
     for layers in (1, 2):

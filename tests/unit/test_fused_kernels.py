@@ -1,4 +1,4 @@
-"""Triton kernels of decode steps against PyTorch's operations, in Triton's interpreter, which a process has from its start.
+"""Triton kernels of decode steps against PyTorch's operations, in the interpreter, which a process has from its start.
 
 So one test runs the others in a process of their own. It is skipped where Triton cannot be imported. In float16: the
 interpreter multiplies bits of bfloat16 as if they were integers.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from winnow.engine.sampling import sample as plain_sample
 
 from .engine_models import FUSED, VOCAB, make_model, run, word_tokenizer
 
+COMPILED = Path(__file__).parents[1] / "compiled_kernels.py"
 HERE = os.environ.get("TRITON_INTERPRET") == "1"
 if HERE:
     from winnow.engine.local import fused
@@ -40,6 +42,17 @@ def test_all_below_hold_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(HERE, reason="is the process of the interpreter")
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_the_kernels_compile_for_a_card_and_take_shared_memory_that_every_card_has(capability: str) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    done = subprocess.run([sys.executable, str(COMPILED), capability], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    taken = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(taken) == 6
+    assert max(taken) <= 48
 
 
 def engine_of(name: str, fused: bool, **options: Any) -> LocalEngine:
@@ -98,7 +111,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_plain_sampler(size: int) 
 def test_an_engine_samples_the_tokens_of_the_plain_one() -> None:
     """Siblings part, rows end, move and are taken again. Log-probabilities differ by roundings."""
     asked = [
-        Request(i, tuple(range(3, 6 + 5 * (i // 3))), SamplingParams(1 + i * 5 % 6, top_k=5 * (i == 5)), noise_key(0, i))
+        Request(i, tuple(range(3, 6 + 5 * (i // 3))), SamplingParams(1 + i * 5 % 6, top_k=5 * (i == 5)), i)
         for i in range(7)
     ]
     expected, found = (run(engine_of("qwen3", fused, slots=4), asked) for fused in (False, True))
@@ -150,5 +163,5 @@ def test_what_has_no_kernels_is_refused(name: str, dtype: str, error: str) -> No
 
 @pytest.mark.skipif(HERE, reason="the interpreter runs them on a processor")
 def test_a_processor_without_the_interpreter_is_refused() -> None:
-    with pytest.raises(ValueError, match="fused_kernels: (needs a CUDA device|Triton is not installed)"):
+    with pytest.raises(ValueError, match=r"fused_kernels: (needs a CUDA device|Triton is not installed)"):
         engine_of("qwen3", fused=True)
