@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of decode steps for a card that is not here: `python tests/compiled_kernels.py 90`.
+"""Compile the Triton kernels of decode steps for a card that is not here: `python tests/scale/compiled_kernels.py 90`.
 
 Prints the KiB of shared memory that each takes, at shapes of Qwen3-0.6B. The interpreter refuses less.
 """

@@ -26,9 +26,9 @@ from winnow.engine.local.hf import make_backend
 from winnow.engine.sampling import BLOCK, Transform
 from winnow.engine.sampling import sample as plain_sample
 
-from .engine_models import FUSED, VOCAB, make_model, run, word_tokenizer
+from ..unit.engine_models import FUSED, VOCAB, make_model, run, word_tokenizer
 
-COMPILED = Path(__file__).parents[1] / "compiled_kernels.py"
+COMPILED = Path(__file__).with_name("compiled_kernels.py")
 HERE = os.environ.get("TRITON_INTERPRET") == "1"
 if HERE:
     from winnow.engine.local import fused
@@ -150,18 +150,3 @@ def test_a_step_starts_nine_kernels_a_layer(monkeypatch: pytest.MonkeyPatch) -> 
         assert not gpu.mixed, gpu.report()
         assert sum(gpu.syncs.values()) == 1, gpu.report()
         assert sum(gpu.launches.values()) <= 9 * 2 + 12, gpu.report()
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "error"),
-    [("gpt2", "bfloat16", "not of the Llama family"), ("qwen3", "float32", "half precision|not installed")],
-)
-def test_what_has_no_kernels_is_refused(name: str, dtype: str, error: str) -> None:
-    with pytest.raises(ValueError, match=f"fused_kernels: .*({error})"):
-        LocalEngine(make_model(name), word_tokenizer(VOCAB), dtype=dtype, fused_kernels=True)
-
-
-@pytest.mark.skipif(HERE, reason="the interpreter runs them on a processor")
-def test_a_processor_without_the_interpreter_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"fused_kernels: (needs a CUDA device|Triton is not installed)"):
-        engine_of("qwen3", fused=True)
