@@ -9,6 +9,8 @@ A kernel takes several tensors or sizes as a tuple. Heads are rotated in pairs o
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -46,7 +48,8 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, transform: sampling.Transform) 
     logp_N = torch.empty(n, dtype=torch.float32, device=logits_NV.device)
     blocks = triton.cdiv(vocabulary, sampling.BLOCK)
     given = logits_NV.contiguous(), transform.inverse_temperature_N, uniform_N
-    _draw[(n,)](*given, tokens_N, logp_N, vocabulary, blocks, _power(blocks), num_warps=8)
+    with _current(logits_NV.device):
+        _draw[(n,)](*given, tokens_N, logp_N, vocabulary, blocks, _power(blocks), num_warps=8)
     return tokens_N, logp_N
 
 
@@ -56,7 +59,8 @@ class FusedLlamaBackend(LlamaBackend):
     sample = staticmethod(sample)
 
     def decode(self, tokens_N: Tensor, positions_N: Tensor, cache: KVCache, chunks: list[Chunk]) -> Output:
-        hidden_NH = self._decoded(tokens_N, positions_N, cache, chunks)
+        with _current(self.device):
+            hidden_NH = self._decoded(tokens_N, positions_N, cache, chunks)
         return Output(hidden_NH, self._head(hidden_NH))
 
     def _decode(self, tokens_N: Tensor, positions_N: Tensor, cache: KVCache, chunks: list[Chunk]) -> Tensor:
@@ -108,6 +112,11 @@ def _gated(gate_up_N2F: Tensor) -> Tensor:
     gated = torch.empty(n, width, dtype=gate_up_N2F.dtype, device=gate_up_N2F.device)
     _gate[n, triton.cdiv(width, 1024)](gate_up_N2F, gated, width, 1024)
     return gated
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make the device the current one, where Triton launches."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _power(n: int) -> int:
