@@ -31,7 +31,7 @@ SYNC = _words(
 )
 NO_KERNEL = _words(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh _local_scalar_dense "
-    "is_nonzero set_ resize_ _has_compatible_shallow_copy_type is_same_size"
+    "is_nonzero set_ resize_ _has_compatible_shallow_copy_type is_same_size _unsafe_view"
 )
 # TensorIterator takes a CPU scalar together with CUDA tensors here.
 SCALAR_OK = _words(
