@@ -3,6 +3,7 @@
     python benchmarks/gpu_engine.py --out build/gpu_engine.json
     python benchmarks/gpu_engine.py --device cpu --out build/gpu_engine_cpu.json      # small, to try the script
 
+`decode` and `fused kernels` are the same steps without and with the engine's Triton kernels, which no card has run yet.
 Every part writes its figures as it ends; one that fails leaves its error, and the next one begins. Needs PyTorch,
 transformers and this checkout on PYTHONPATH, no network. A model of Qwen3-0.6B's shapes with random weights, bfloat16.
 transformers' continuous batching is measured, too, and vLLM where it is installed.
@@ -26,7 +27,7 @@ from engine import continuous_run, make_model, make_tokenizer
 from harness import machine, write_json
 
 from winnow.base.noise import noise_key
-from winnow.engine import LocalEngine, ModelReference, Request, SamplingParams, VllmOptions
+from winnow.engine import Finished, LocalEngine, ModelReference, Request, SamplingParams, VllmOptions
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
 from winnow.learner.rows import Row
@@ -129,13 +130,27 @@ def decode_of(card: Card, engine: Any, shape: tuple[int, int, int]) -> Figures:
     }
 
 
-def decode(card: Card) -> Figures:
+def decode(card: Card, **options: Any) -> Figures:
     found = {}
     for shape in DECODES[card.device]:
-        engine = LocalEngine(card.model, make_tokenizer(), slots=shape[0], dtype="bfloat16")
+        engine = LocalEngine(card.model, make_tokenizer(), slots=shape[0], dtype="bfloat16", **options)
         found["x".join(map(str, shape))] = decode_of(card, engine, shape)
         del engine
     return found
+
+
+def fused_decode(card: Card) -> Figures:
+    """`decode` by the Triton kernels, and how far 16 sequences of them agree with those of `decode`."""
+    done = []
+    for fused in (False, True):
+        engine = LocalEngine(card.model, make_tokenizer(), slots=16, dtype="bfloat16", fused_kernels=fused)
+        engine.submit(requests(16, 80, 16, min(card.model.config.vocab_size, 150)))
+        events = [event for _ in range(16) for event in engine.step() if isinstance(event, Finished)]
+        done.append({event.id: event for event in events})
+    pairs = [(plain, done[1][id_]) for id_, plain in done[0].items()]
+    same = [(a, b) for a, b in pairs if np.array_equal(a.token_ids, b.token_ids)]
+    gap = max((float(np.abs(a.logp - b.logp).max()) for a, b in same), default=None)
+    return {"same_sequences": len(same) / len(pairs), "largest_logp_gap": gap} | decode(card, fused_kernels=True)
 
 
 def vllm(card: Card) -> Figures:
@@ -202,6 +217,7 @@ def update(card: Card, *, compiled: bool = False) -> Figures:
 PARTS: dict[str, Callable[[Card], Figures]] = {
     "card": lambda card: {"bytes_per_s": card.bytes_per_s, "products_per_s": card.products_per_s},
     "decode": decode,
+    "fused kernels": fused_decode,
     "continuous batching": continuous_batching,
     "update": update,
     "vLLM": vllm,

@@ -11,6 +11,7 @@ While it is active `torch.cuda.is_available()` is true, factories and `.to` acce
 - `mixed`: operations on tensors of both devices, which CUDA refuses (or, for fused optimizers, reads wild memory);
 - `syncs`: places where the host waits for the device (`.item()`, masks as indices, copies between host and device);
 - `launches`: kernels that would be started, at least (views and empty tensors start none), by source line;
+- `traffic`: bytes that these kernels read and write, at least (where an index says which rows, only those);
 - `shapes`: shapes of attention calls, for backends that prepare a plan for each (cuDNN);
 - `bytes` and `peak_bytes`: memory of all live tensors on the device, also through `torch.cuda.memory_allocated`;
 - `host_bytes` and `peak_host_bytes`: memory of live copies that were made from the device on the host.
@@ -56,6 +57,7 @@ from .pretended_tensors import (
     product,
     storage_of,
     tensors_in,
+    traffic,
 )
 
 aten = torch.ops.aten
@@ -95,7 +97,7 @@ class Looker(TorchDispatchMode):
             for x in tensors_in([result]):
                 if storage_of(x) not in before:
                     mark(x, True, self.gpu)
-            self._count(name, base, func, args, tensors)
+            self._count(name, base, func, args, tensors, tensors_in([result]))
         return result
 
     def _judge(self, name: str, base: str, args: Any, kwargs: Any, tensors: Any, cuda: Any) -> None:
@@ -112,10 +114,11 @@ class Looker(TorchDispatchMode):
             shapes = ", ".join(f"{'cuda' if c else 'cpu'}{list(x.shape)}" for x, c in zip(tensors, cuda, strict=True))
             self.gpu.mix(f"{name}({shapes})")
 
-    def _count(self, name: str, base: str, func: Any, args: Any, tensors: Any) -> None:
+    def _count(self, name: str, base: str, func: Any, args: Any, tensors: Any, results: Any) -> None:
         idle = func.is_view or base in NO_KERNEL or name in NO_KERNEL
         if not idle and any(x.numel() for x in tensors):
             self.gpu.launch(name)
+            self.gpu.traffic += traffic(base, tensors, results)
         if base in SYNC:
             self.gpu.sync(name)
         elif base in INDEX_OK and any(i.dtype in (torch.bool, torch.uint8) for i in tensors_in(args[1])):
@@ -162,6 +165,7 @@ class PretendCuda:
         self.syncs: collections.Counter[tuple[str, str]] = collections.Counter()
         self.launches: collections.Counter[tuple[str, str]] = collections.Counter()
         self.shapes: collections.Counter[Any] = collections.Counter()
+        self.traffic = 0
 
     # ---- what is noted ------------------------------------------------------------------------------------------
 

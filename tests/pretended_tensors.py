@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ SYNC = _words(
 )
 NO_KERNEL = _words(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh _local_scalar_dense "
-    "is_nonzero set_ resize_ _has_compatible_shallow_copy_type is_same_size"
+    "is_nonzero set_ resize_ _has_compatible_shallow_copy_type is_same_size _unsafe_view"
 )
 # TensorIterator takes a CPU scalar together with CUDA tensors here.
 SCALAR_OK = _words(
@@ -50,6 +51,9 @@ PRODUCTS = _words("mm addmm bmm baddbmm addmv mv dot")
 """Products of bfloat16, added up in float32 as on the device; a CPU without units for it takes 40 times as long."""
 
 
+READ_BY_INDEX, WRITTEN_BY_INDEX = _words("index index_select gather"), _words("index_put index_copy index_fill")
+
+
 def on_cuda(tensor: torch.Tensor) -> bool:
     if _REAL_DEVICE(tensor).type != "cpu":
         return False
@@ -64,6 +68,21 @@ def storage_of(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # packed for oneDNN, on the meta device
         return 0
+
+
+def traffic(base: str, given: list[torch.Tensor], results: list[torch.Tensor]) -> int:
+    """Return the bytes that an operation reads and writes, at least: rows that an index names, and no others."""
+
+    def size(x: torch.Tensor) -> int:
+        read_once = [n for n, step in zip(x.shape, x.stride(), strict=True) if step]
+        return math.prod(read_once) * x.element_size()
+
+    if base in READ_BY_INDEX:
+        return 2 * sum(map(size, results))
+    if base in WRITTEN_BY_INDEX:
+        return 2 * sum(map(size, given[1:]))
+    read = {(x.data_ptr(), x.shape): x for x in given}
+    return sum(map(size, read.values())) + sum(map(size, results))
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

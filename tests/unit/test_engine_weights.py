@@ -255,3 +255,16 @@ def test_weights_may_be_released_twice() -> None:
     after = run(engine, [one((1, 2, 3), 4, 0)])
     (first,), (second,) = before.values(), after.values()
     assert first.token_ids.tolist() == second.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "error"),
+    [
+        ("gpt2", "bfloat16", "GPT2LMHeadModel is not of the Llama family"),
+        ("qwen3", "float32", "needs half precision|Triton is not installed"),
+        ("qwen3", "bfloat16", "needs a CUDA device|Triton is not installed"),
+    ],
+)
+def test_fused_kernels_are_refused_where_they_cannot_run(name: str, dtype: str, error: str) -> None:
+    with pytest.raises(ValueError, match=f"fused_kernels: ({error})"):
+        make_engine(make_model(name), dtype=dtype, fused_kernels=True)

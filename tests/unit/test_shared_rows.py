@@ -32,14 +32,17 @@ class World:
     def start(self, beginnings: list[int]) -> None:
         self.started += 100
         tokens = [(self.started + beginning,) for beginning in beginnings]
-        rows, found = self.rows.append(tokens)
+        rows, found = self.rows.append([(token, 1) for (token,) in tokens])
         assert len(set(found)) == len(found) == rows.stop - rows.start
-        self.cache |= dict(zip(range(rows.start, rows.stop), found, strict=True))
+        self.cache |= {row: (token,) for row, (token, _) in zip(range(rows.start, rows.stop), found, strict=True)}
         self.said += tokens
 
     def step(self, drawn: list[int]) -> None:
         """Decode: all say one more token; those in a row write it once."""
         self.arrange()
+        for row, (first, columns) in enumerate(self.rows.prompts(self.rows.first_M).T.tolist()):
+            assert first <= row
+            assert self.cache[first][:columns] == self.cache[row][:columns]
         last = [tokens[-1] for tokens in self.said]
         for row, first in enumerate(self.rows.first_M.tolist()):
             assert self.rows.of_N[first] == row
@@ -264,6 +267,6 @@ def test_events_are_those_of_siblings_alone() -> None:
 
 def test_a_vocabulary_is_no_limit_of_row_numbers() -> None:
     rows = CacheRows()
-    rows.append(list(range(1000)))
+    rows.append([(i, 1) for i in range(1000)])
     rows.arrange(np.full(1000, VOCAB * 10**6))
     assert rows.n == 1000

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def relative_weights(logits_NV: torch.Tensor, inverse_temperature_N: torch.Tensor) -> torch.Tensor:
     """Return float32 [N, V]: probabilities scaled so that each row's likeliest token is at 1."""
-    scaled_NV = logits_NV.float() * inverse_temperature_N[:, None]
+    scaled_NV = logits_NV * inverse_temperature_N[:, None]  # in float32: a GPU converts as it reads
     return scaled_NV.sub_(scaled_NV.amax(-1, keepdim=True)).exp_()
 
 

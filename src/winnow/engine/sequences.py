@@ -30,6 +30,7 @@ class Sequences:
         self.table = SlotTable(slots)
         self.waiting: dict[Hashable, Request] = {}
         self.clock = 0
+        self.sample = sample
         self._stops = StopTable(tokenizer, facts.vocab_size, facts.eos_ids)
         self._device = device
         self._versions = np.zeros(1, dtype=np.int32)
@@ -120,7 +121,7 @@ class Sequences:
         uniform_N = self.to_device(uniform_array(table.ints[col.KEY, rows], counts_N))
         floats = self.to_device(table.floats[:, rows])
         if not table.special[rows].any():
-            tokens_N, logp_N = sample(logits_NV, uniform_N, Transform(floats[0], None, None, None, None))
+            tokens_N, logp_N = self.sample(logits_NV, uniform_N, Transform(floats[0], None, None, None, None))
             return self._on_host(tokens_N, logp_N, None, None)
         greedy = self.to_device(table.greedy[rows]) if table.greedy[rows].any() else None
         filtered = table.filtered(rows).any()
@@ -130,7 +131,7 @@ class Sequences:
         if (table.penalty[rows] != 1).any():
             seen_NV = seen(self.to_device(table.context[rows]), logits_NV.shape[1])
             drawn_from_NV = penalized(logits_NV.float(), seen_NV, self.to_device(table.penalty[rows])[:, None])
-        tokens_N, logp_N = sample(drawn_from_NV, uniform_N, transform)
+        tokens_N, logp_N = self.sample(drawn_from_NV, uniform_N, transform)
         confidence_N = confidence(logits_NV) if table.confident[rows].any() else None
         raw_logp_N = logp_N if table.raw[rows].any() else None
         if (changed_N := table.transformed(rows))[table.raw[rows]].any():

@@ -7,7 +7,7 @@ attention runs over chunks of neighbouring rows, each over only as many columns 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,6 @@ CALL_COST = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Cache elements that can be read in the time that one more attention call costs, by device: measured on a CPU, from
 launch time and memory rate on a GPU."""
 
-T = TypeVar("T")
-
 
 class Chunk(NamedTuple):
     start: int
@@ -29,6 +27,7 @@ class Chunk(NamedTuple):
 
 class KVCache:
     """`keys[l]` and `values[l]`: [rows, heads, columns, D]; `mask`: [rows, columns], 0 where filled, else -inf.
+    `prompts`: int64 [2, rows], a row that begins as this one does, and how many columns are the same.
 
     Empty at first; `reserve` makes it as large as it needs to be, with at most `slots` rows.
     """
@@ -51,6 +50,7 @@ class KVCache:
         self.keys = [torch.zeros(0, heads, 0, size, **self._new) for (heads, size), _ in self._shapes]
         self.values = [torch.zeros(0, heads, 0, size, **self._new) for _, (heads, size) in self._shapes]
         self.mask = torch.zeros(0, 0, **self._new)
+        self.prompts = self._rows.new_zeros(2, 0)
 
     def reserve(self, rows: int, columns: int) -> None:
         """Grow to at least so many of both. Raises ValueError for more rows than slots."""
@@ -70,6 +70,7 @@ class KVCache:
         # Slots that never held a row are computed too when shapes are fixed: give their softmax one column.
         mask[self.rows :, 0] = 0
         self.mask, self.rows, self.columns = mask, rows, columns
+        self.prompts = self._rows.new_zeros(2, rows)
 
     def insert(
         self,
@@ -100,7 +101,7 @@ class KVCache:
         self.mask.index_copy_(0, target, self.mask.index_select(0, source))
 
     def open(self, positions_N: torch.Tensor, heads: int) -> torch.Tensor:
-        """Unmask the column that each row is about to write; returns where its heads lie (int64 [N * heads]).
+        """Unmask the column that each row is about to write; returns where its heads lie (int64 [N, heads]).
 
         The index counts columns of a layer with that many heads: `keys[l].view(-1, D)[index]`.
         """
@@ -108,9 +109,9 @@ class KVCache:
         flat_N = self._rows[:n] * self.columns + positions_N
         self.mask.view(-1).index_fill_(0, flat_N, 0)
         if heads == 1:
-            return flat_N
+            return flat_N[:, None]
         head_rows = self._rows[:n, None] * heads + torch.arange(heads, device=positions_N.device)
-        return (head_rows * self.columns + positions_N[:, None]).view(-1)
+        return head_rows * self.columns + positions_N[:, None]
 
 
 class CacheRows:
@@ -122,19 +123,40 @@ class CacheRows:
         """Row of each sequence."""
         self.first_M = np.zeros(0, dtype=np.int64)
         """First sequence of each row, as `arrange` left them."""
+        self._begun_2N = np.zeros((2, 0), dtype=np.int64)
+        """Number and length of the beginning of each sequence."""
+        self._beginnings = 0
 
-    def append(self, beginnings: list[T]) -> tuple[slice, list[T]]:
-        """Add sequences, those with equal beginnings in one row; return the new rows and the beginning of each."""
-        number = {beginning: i for i, beginning in enumerate(dict.fromkeys(beginnings), self.n)}
-        self.of_N = np.concatenate([self.of_N, [number[beginning] for beginning in beginnings]])
+    def append(self, beginnings: list[tuple[int, int]]) -> tuple[slice, list[tuple[int, int]]]:
+        """Add sequences, those with equal beginnings in one row; return the new rows and the beginning of each.
+
+        A beginning is any number, and how many columns it takes.
+        """
+        number = {beginning: i for i, beginning in enumerate(dict.fromkeys(beginnings))}
+        numbers = np.array([number[beginning] for beginning in beginnings])
+        begun = numbers + self._beginnings, [length for _, length in beginnings]
+        self._begun_2N = np.concatenate([self._begun_2N, begun], 1)
+        self._beginnings += len(number)
+        self.of_N = np.concatenate([self.of_N, numbers + self.n])
         rows = slice(self.n, self.n + len(number))
         self.n = rows.stop
         return rows, list(number)
+
+    def prompts(self, first_M: np.ndarray) -> np.ndarray:
+        """Return int64 [2, M]: the first row that began as each one did, and the columns that both have of it.
+
+        `first_M`: a sequence of each row.
+        """
+        number_M, length_M = self._begun_2N[:, first_M]
+        _, row, of_M = np.unique(number_M, return_index=True, return_inverse=True)
+        return np.stack([row[of_M], length_M])
 
     def remove(self, targets: np.ndarray, sources: np.ndarray, left: int) -> None:
         """Drop sequences as their table did: `sources` have moved into the holes, `targets`, and `left` are left."""
         self.of_N[targets] = self.of_N[sources]
         self.of_N = self.of_N[:left]
+        self._begun_2N[:, targets] = self._begun_2N[:, sources]
+        self._begun_2N = self._begun_2N[:, :left]
 
     def arrange(self, tokens_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Part the sequences of a row whose last tokens differ, and close holes; return the moves (targets, sources).

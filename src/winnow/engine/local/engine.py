@@ -58,6 +58,8 @@ class LocalOptions:
     """Compute every slot and column in every forward pass: slower, but results do not depend on what else runs."""
     max_length: int | None = None
     """Longest prompt plus completion; None is the model's limit."""
+    fused_kernels: bool = False
+    """Run decode steps by Triton kernels: Llama family, half precision, CUDA. Not yet measured on a GPU."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MOST_SLOTS:
@@ -90,7 +92,7 @@ class LocalEngine(SequenceEngine):
         self.options = LocalOptions(**options)
         slots, fixed_slots = self.options.slots, self.options.fixed_slots
         facts = Facts.from_model(model, tokenizer, self.options.max_length)
-        self._backend = make_backend(model, facts, self.options.dtype, device)
+        self._backend = make_backend(model, facts, self.options.dtype, device, self.options.fused_kernels)
         # Element-wise kernels compute what is left over after whole vectors in another way: leave nothing over.
         rows = -(-slots // FIXED_ROWS) * FIXED_ROWS if fixed_slots else slots
         self.provides = SequenceEngine.provides | ({"drafts"} if isinstance(self._backend, LlamaBackend) else set())
@@ -100,6 +102,7 @@ class LocalEngine(SequenceEngine):
             self._cache.reserve(rows, fixed_columns(facts.max_length))
         self._rows = CacheRows()
         self.sequences = Sequences(facts, tokenizer, rows, self._backend.device)
+        self.sequences.sample = self._backend.sample
         self._to_device = self.sequences.to_device
         self._prompts: dict[_Key, WaitingPrompt] = {}
         # With fixed slots nothing may depend on what else runs, so not on what had to make room either.
@@ -238,10 +241,13 @@ class LocalEngine(SequenceEngine):
         last_2M = table.ints[: col.COUNT].take(first_M, 1)
         if self.options.fixed_slots:
             last_2M = np.pad(last_2M, ((0, 0), (0, table.slots - len(first_M))))
-            chunks = [Chunk(0, table.slots, self._cache.columns)]
+            chunks, order_M = [Chunk(0, table.slots, self._cache.columns)], None
         else:
             chunks, order_M = self._plan(last_2M[1] + 1)
             last_2M = last_2M if order_M is None else last_2M[:, order_M]
+        if self.options.fused_kernels:
+            first_M = first_M if order_M is None else first_M[order_M]
+            self._cache.prompts[:, : len(first_M)] = self._to_device(self._rows.prompts(first_M))
         ints = self._to_device(last_2M)
         output = self._backend.decode(ints[0], ints[1], self._cache, chunks)
         table.ints[col.POSITION, :n] += 1

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch instead of about 25 a layer.
+"""Decode steps as CUDA graphs: one launch instead of about 20 a layer.
 
 A graph has fixed shapes and addresses. Rows and columns are rounded up so that few shapes occur; rows beyond the
 running ones are free slots, whose keys and values nobody reads. A shape is captured when it comes a second time.

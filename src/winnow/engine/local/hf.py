@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ...base.weights import state_once
 from ..facts import Facts
+from ..sampling import sample
 from .backend import Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
 from .llama import LlamaBackend, supports
@@ -81,6 +83,7 @@ class _SlotLayer(CacheLayerMixin):
 
 class HFBackend:
     mixed_lengths = False
+    sample = staticmethod(sample)
 
     def __init__(self, model: Any, *, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         parameters = inspect.signature(model.forward).parameters
@@ -187,9 +190,9 @@ class HFBackend:
 
 
 def make_backend(
-    model: Any, facts: Facts, dtype: str | None, device: torch.device | str | None
+    model: Any, facts: Facts, dtype: str | None, device: torch.device | str | None, fused_kernels: bool = False
 ) -> HFBackend | LlamaBackend:
-    """Copies the model's weights."""
+    """Copies the model's weights. Raises ValueError where fused kernels are wanted and cannot be had."""
     refuse_unsupported(model, facts.max_length)
     weight = model.get_input_embeddings().weight
     kind = weight.dtype if dtype is None else DTYPES[dtype]
@@ -197,8 +200,20 @@ def make_backend(
     with torch.no_grad():  # not inference_mode: its tensors could not be overwritten by new weights
         if facts.max_length is not None and supports(model):
             sizes = {"vocab_size": facts.vocab_size, "max_length": facts.max_length}
-            return LlamaBackend(model, **sizes, dtype=kind, device=place)
+            backend = _fused_backend(kind, place) if fused_kernels else LlamaBackend
+            return backend(model, **sizes, dtype=kind, device=place)
+        if fused_kernels:
+            raise ValueError(f"fused_kernels: {type(model).__name__} is not of the Llama family; leave it out")
         return HFBackend(model, vocab_size=facts.vocab_size, dtype=kind, device=place)
+
+
+def _fused_backend(dtype: torch.dtype, device: torch.device) -> type[LlamaBackend]:
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("fused_kernels: Triton is not installed; pip install triton, or leave it out")
+    from .fused import FusedLlamaBackend, require
+
+    require(dtype, device)
+    return FusedLlamaBackend
 
 
 def fixed_columns(max_length: int | None) -> int:

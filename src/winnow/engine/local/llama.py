@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from ..sampling import sample
 from .backend import Drafted, Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
 from .graphs import DecodeGraphs
@@ -103,6 +104,7 @@ def _names(config: Any) -> set[str]:
 class LlamaBackend:
     mixed_lengths = True
     """Whether one prefill takes prompts of different lengths."""
+    sample = staticmethod(sample)
 
     def __init__(
         self, model: Any, *, vocab_size: int, max_length: int, dtype: torch.dtype, device: torch.device
@@ -323,13 +325,13 @@ class LlamaBackend:
         n, groups = len(tokens_N), self._heads // self._kv_heads
         x = self._embedding[tokens_N]
         rotation = self._rotation[positions_N]
-        flat = cache.open(positions_N, self._kv_heads)
+        index = (cache.open(positions_N, self._kv_heads),)
         attend = _attend_in_batches if self._folded and self.device.type == "cpu" else _attend
         masks = [cache.mask[a:b, None, None, :columns] for a, b, columns in chunks]
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
             q, k, v = self._qkv(layer, x, rotation)
-            keys.view(-1, self._size).index_copy_(0, flat, k.reshape(-1, self._size))
-            values.view(-1, self._size).index_copy_(0, flat, v.reshape(-1, self._size))
+            keys.view(-1, self._size).index_put_(index, k)  # which reads views, unlike `index_copy_`
+            values.view(-1, self._size).index_put_(index, v)
             q = q.reshape(n, self._kv_heads, groups, self._size)
             layer.out.add_to(x, attend(q, keys, values, masks, chunks, self._scale).view(n, -1))
             self._feed_forward(layer, x)
