@@ -325,6 +325,10 @@ class TestRefusedAtTheStart:
             ({"max_lag": 2, "sync": {"name": "in_process", "lag": "some"}}, "lag"),
             ({"sync": {"name": "in_process", "overlap": True}}, "sync: overlap: .* allow it with max_lag: 1"),
             (CARRYING | {"sync": {"name": "in_process", "overlap": True}}, "sync: overlap: .* max_lag: 2"),
+            (
+                {"max_lag": 1, "matmul_precision": "medium", "sync": {"name": "in_process", "overlap": True}},
+                "sync: overlap: not with matmul_precision: medium",
+            ),
             ({"rollout_batch": "adaptive", "filter": "zero_variance"}, "max_lag: 1, or choose surplus: discard"),
             ({"rollout_batch": {"name": "fixed", "surplus": "discard"}}, "filter that refills"),
             ({"max_grad_norm": float("inf")}, "max_grad_norm"),

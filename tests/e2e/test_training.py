@@ -75,6 +75,7 @@ RESUMES: dict[str, dict[str, Any]] = {
     "mixed": CARRYING | {"max_lag": 3, "lora": {"r": 2}, "sync": {"name": "in_process", "lag": "mixed"}},
     "overlapped": {"max_lag": 1, "sync": OVERLAP},
     "overlapped, carrying": CARRYING | REPEATING | {"max_lag": 2, "sync": OVERLAP, "speculative": True},
+    "overlapped, opob": OPOB | {"max_lag": 1, "sync": OVERLAP, "correction": "truncate", "step_scale": "ess"},
     "drift": {"reference_kl_steps": 2},
     "drafts": CARRYING | REPEATING | {"speculative": True},
     "muon, synced reference": SYNCED | {"optim": "muon", "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2},

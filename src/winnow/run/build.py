@@ -228,16 +228,16 @@ def _require_overlap(r: Resolved, behind: int) -> None:
             "sync: overlap: groups are trained one step after they were sampled, and a surplus that is carried one "
             f"later; allow it with max_lag: {r.config.max_lag - behind}"
         )
-    for key, ours, other in (
-        ("device", r.device.type == "cpu", r.device.type),
-        ("engine", name_of(r.config.engine) == "local", name_of(r.config.engine)),
-        ("learner", not r.options.learns_elsewhere, name_of(r.config.learner)),
+    c = r.config
+    tried, of_both = "it has not been tried there", "PyTorch would set it for generation, too"
+    for key, value, fits, why in (
+        ("device", r.device.type, r.device.type == "cpu", tried),
+        ("engine", name_of(c.engine), name_of(c.engine) == "local", tried),
+        ("learner", name_of(c.learner), not r.options.learns_elsewhere, tried),
+        ("matmul_precision", c.matmul_precision, c.matmul_precision == "highest", of_both),
     ):
-        if not ours:
-            raise ConfigError(
-                f"sync: overlap: has not been tried with {key}: {other}, where both would need its memory at once; "
-                "use sync: processes"
-            )
+        if not fits:
+            raise ConfigError(f"sync: overlap: not with {key}: {value}, as {why}; change it, or use sync: processes")
 
 
 def build_rewarder(c: RunConfig, task: Task, given: Sequence[RewardSpec] | None = None) -> Rewarder:
