@@ -16,6 +16,7 @@ from winnow.engine.local.engine import LocalEngine
 from winnow.env.prompting import encode_prompt
 from winnow.integrations import trl_engine
 from winnow.integrations.trl_engine import EngineInTrl, TrlModel, longest_sequence
+from winnow.run.resolved import Options
 from winnow.run.standalone import evaluate_model
 from winnow.tasks.countdown import Countdown, CountdownConfig
 from winnow.types import Prompt
@@ -122,4 +123,4 @@ def test_inside_trl_cudnn_plans_no_attention(monkeypatch: pytest.MonkeyPatch) ->
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda")))
     c = validate({"model": "m", "env": "countdown"})
     with pytest.raises(InterruptedError):
-        EngineInTrl(trainer, c, CountdownConfig(train_size=8, test_size=4).build(), ())
+        EngineInTrl(trainer, c, Options.from_config(c), CountdownConfig(train_size=8, test_size=4).build(), ())

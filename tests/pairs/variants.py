@@ -48,6 +48,7 @@ OPTIONS: dict[tuple[str, str], Settings] = {
     ("gates", "random"): {"k": 1},
     ("gates", "arrol"): {"at": 2, "cold_start": 1},
     ("advantage", "max_at_k"): {"k": 2},
+    ("engine", "local"): {"fused_kernels": False},  # which only a GPU can have
 }
 """By field and name: options that every variant of a method starts from, besides its defaults."""
 

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...base.errors import ConfigError
 from .. import sampling
 from .backend import Output
 from .cache import Chunk, KVCache
@@ -32,11 +33,11 @@ BELOW_ONE = tl.constexpr(1 - 2.0**-53)
 
 
 def require(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError where the kernels cannot run."""
+    """Raise ConfigError where the kernels cannot run."""
     if dtype == torch.float32:
-        raise ValueError("fused_kernels: needs half precision, not float32; set dtype: bfloat16")
+        raise ConfigError("engine: fused_kernels: needs half precision, not float32; set dtype: bfloat16")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"fused_kernels: needs a CUDA device, not {device}; leave it out")
+        raise ConfigError(f"engine: fused_kernels: needs a CUDA device, not {device}; leave it out")
 
 
 def sample(logits_NV: Tensor, uniform_N: Tensor, transform: sampling.Transform) -> tuple[Tensor, Tensor]:

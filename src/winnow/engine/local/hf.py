@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from ...base.errors import ConfigError
 from ...base.weights import state_once
 from ..facts import Facts
 from ..sampling import sample
@@ -192,7 +193,7 @@ class HFBackend:
 def make_backend(
     model: Any, facts: Facts, dtype: str | None, device: torch.device | str | None, fused_kernels: bool = False
 ) -> HFBackend | LlamaBackend:
-    """Copies the model's weights. Raises ValueError where fused kernels are wanted and cannot be had."""
+    """Copies the model's weights. Raises ConfigError where fused kernels are wanted and cannot be had."""
     refuse_unsupported(model, facts.max_length)
     weight = model.get_input_embeddings().weight
     kind = weight.dtype if dtype is None else DTYPES[dtype]
@@ -203,13 +204,13 @@ def make_backend(
             backend = _fused_backend(kind, place) if fused_kernels else LlamaBackend
             return backend(model, **sizes, dtype=kind, device=place)
         if fused_kernels:
-            raise ValueError(f"fused_kernels: {type(model).__name__} is not of the Llama family; leave it out")
+            raise ConfigError(f"engine: fused_kernels: {type(model).__name__} is not of the Llama family; leave it out")
         return HFBackend(model, vocab_size=facts.vocab_size, dtype=kind, device=place)
 
 
 def _fused_backend(dtype: torch.dtype, device: torch.device) -> type[LlamaBackend]:
     if importlib.util.find_spec("triton") is None:
-        raise ValueError("fused_kernels: Triton is not installed; pip install triton, or leave it out")
+        raise ConfigError("engine: fused_kernels: Triton is not installed; pip install triton, or leave it out")
     from .fused import FusedLlamaBackend, require
 
     require(dtype, device)
