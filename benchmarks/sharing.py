@@ -24,7 +24,7 @@ from harness import in_turn, machine, read_json, spreads, write_json
 
 from winnow.config import load_config
 from winnow.engine.local import engine as local
-from winnow.engine.local.cache import CacheRows, T
+from winnow.engine.local.cache import CacheRows
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.loss import LossConfig
@@ -41,8 +41,8 @@ APART = "apart"
 class Apart(CacheRows):
     """Gives every sequence a row of its own."""
 
-    def append(self, beginnings: list[T]) -> tuple[slice, list[T]]:
-        rows, _ = super().append(list(range(len(beginnings))))
+    def append(self, beginnings: list[tuple[int, int]]) -> tuple[slice, list[tuple[int, int]]]:
+        rows, _ = super().append([(i, length) for i, (_, length) in enumerate(beginnings)])
         return rows, beginnings
 
 
