@@ -123,6 +123,16 @@ def test_sampler_processes_overlap_with_the_update(machine: Machine) -> None:
     assert predict(c, build_task(ENV).train, machine).per_step < alone.per_step
 
 
+def test_an_update_alongside_generation_hides_the_shorter_of_the_two(machine: Machine) -> None:
+    prompts, overlap = build_task(ENV).train, {"sync": {"name": "in_process", "overlap": True}, "max_lag": 1}
+    stale = {"correction": "truncate", "policy_loss": "plain", "filter": "keep_all"}
+    found = predict(config(**stale, **overlap), prompts, machine)
+    hidden = min(found.phases["generate"], found.phases["update"])
+    assert found.per_step == pytest.approx(sum(found.phases.values()) - hidden)
+    with pytest.raises(ConfigError, match="sync: overlap: not with device: cuda"):
+        predict(config(**stale, **overlap), prompts, replace(machine, device="cuda"))
+
+
 def test_gates_are_refused(machine: Machine) -> None:
     with pytest.raises(ConfigError, match="gates: they decide by tokens"):
         predict(config(gates=[{"name": "random", "k": 2}]), build_task(ENV).train, machine)

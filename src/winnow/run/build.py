@@ -209,9 +209,7 @@ def build_sampler(r: Resolved, context: SamplerContext) -> Sampler:
             f"rollout_batch: has no effect with sync: {name_of(c.sync)}, which starts groups as soon as they can "
             "still be trained within max_lag; remove it"
         )
-    if r.options.overlap:
-        _require_overlap(r, context.behind)
-    elif not r.options.asynchronous and not context.behind and c.changed(("sync",)):
+    if not (r.options.asynchronous or r.options.overlap or context.behind) and c.changed(("sync",)):
         raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
     if isinstance(options, PoolOptions) and options.timeout_s <= c.reward_timeout_s:
         raise ConfigError(
@@ -219,25 +217,6 @@ def build_sampler(r: Resolved, context: SamplerContext) -> Sampler:
             "sampler that waits for a reward counts as stuck; raise it"
         )
     return options.build(context)
-
-
-def _require_overlap(r: Resolved, behind: int) -> None:
-    """Raise ConfigError where update and generation cannot run at the same time. `behind`: steps of lag left."""
-    if behind < 0:
-        raise ConfigError(
-            "sync: overlap: groups are trained one step after they were sampled, and a surplus that is carried one "
-            f"later; allow it with max_lag: {r.config.max_lag - behind}"
-        )
-    c = r.config
-    tried, of_both = "it has not been tried there", "PyTorch would set it for generation, too"
-    for key, value, fits, why in (
-        ("device", r.device.type, r.device.type == "cpu", tried),
-        ("engine", name_of(c.engine), name_of(c.engine) == "local", tried),
-        ("learner", name_of(c.learner), not r.options.learns_elsewhere, tried),
-        ("matmul_precision", c.matmul_precision, c.matmul_precision == "highest", of_both),
-    ):
-        if not fits:
-            raise ConfigError(f"sync: overlap: not with {key}: {value}, as {why}; change it, or use sync: processes")
 
 
 def build_rewarder(c: RunConfig, task: Task, given: Sequence[RewardSpec] | None = None) -> Rewarder:

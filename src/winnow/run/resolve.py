@@ -85,6 +85,8 @@ def resolve(
         spec, engine = section_of(spec) | sizes.engine, replace(engine, **sizes.engine)
     c = c.model_copy(update=sizes.values | {"engine": spec})
     options = replace(options, engine=engine)
+    if options.overlap and not alone:
+        require_overlap(c, options, machine.device.type)
     return Resolved(
         config=c,
         options=options,
@@ -102,6 +104,25 @@ def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = Fal
     machine = Machine.here(c.device, with_vllm=name_of(c.engine) == AUTO)
     model = InitialModel.from_config(c).read(c)
     return resolve(c, Options.from_config(c), machine, model, alone=alone, several_turns=several_turns)
+
+
+def require_overlap(c: RunConfig, options: Options, device: str) -> None:
+    """Raise ConfigError where update and generation cannot run at the same time in one process."""
+    least = 1 + options.methods["rollout_batch"][0].build(c.prompts_per_step).carry
+    if c.max_lag < least:
+        raise ConfigError(
+            "sync: overlap: groups are trained one step after they were sampled, and a surplus that is carried one "
+            f"later; allow it with max_lag: {least}"
+        )
+    tried, of_both = "it has not been tried there", "PyTorch would set it for generation, too"
+    for key, value, fits, why in (
+        ("device", device, device == "cpu", tried),
+        ("engine", name_of(c.engine), name_of(c.engine) in ("local", AUTO), tried),
+        ("learner", name_of(c.learner), not options.learns_elsewhere, tried),
+        ("matmul_precision", c.matmul_precision, c.matmul_precision == "highest", of_both),
+    ):
+        if not fits:
+            raise ConfigError(f"sync: overlap: not with {key}: {value}, as {why}; change it, or use sync: processes")
 
 
 # ---------------------------------------------------------------- engine

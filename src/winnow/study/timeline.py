@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import RunConfig
+from ..run.resolve import require_overlap
 from ..sampler import Processes
 from ..types import Group, Job, Prompt
 from .costs import REUSED, Costs, Shape, Shapes, Work, add
@@ -82,6 +83,7 @@ class Machine:
     """Seconds of generation with drafts, over those without."""
     ratios: float = 1 / 3
     """Seconds of the importance ratios of groups that may be used again, over those of an update on them."""
+    device: str = "cpu"
 
 
 @dataclass
@@ -106,6 +108,8 @@ def predict(c: RunConfig, prompts: Sequence[Prompt], machine: Machine) -> Predic
     """Predict the seconds of a run to `c.max_steps`. Raises ConfigError on settings that cannot be simulated."""
     source = Timeline(replace(machine.policy), machine.shapes, machine.slots, c.seed)
     simulation = Simulation(c, prompts, source)
+    if simulation.options.overlap:
+        require_overlap(c, simulation.options, machine.device)
     parallel = simulation.options.sync.samplers if isinstance(simulation.options.sync, Processes) else 0
     seconds, signal, phases = [], 0.0, Work()
     for batch in simulation:

@@ -26,6 +26,7 @@ from ..base.errors import ConfigError
 from ..base.files import digest, from_json, private_directory, write_json
 from ..base.machine import usable_threads
 from ..config import RunConfig, validate
+from ..engine.loading import resolve_device
 from ..env.base import Task
 from ..methods.pass_rates import PassRate
 from ..methods.select import SELECTORS
@@ -159,7 +160,9 @@ class Tuning:
         costs = Costs.fitted([step for run in runs for step in run.warm])
         update_s = sum(costs.of(run.ratios_work, "update") for run in runs)
         ratios = sum(run.ratios_s for run in runs) / max(1e-9, update_s)
-        return Machine(costs, Shapes(seen), policy, runs[0].slots, runs[0].drafts, ratios)
+        return Machine(
+            costs, Shapes(seen), policy, runs[0].slots, runs[0].drafts, ratios, resolve_device(self.c.device).type
+        )
 
     # ---- simulate ------------------------------------------------------------------------------------------------
 
