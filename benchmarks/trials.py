@@ -4,17 +4,20 @@
     python benchmarks/trials.py countdown --table                   # the table again, from the records
     python benchmarks/trials.py countdown --quick --arms muon       # one rate, two seeds, seconds: to try an arm
 
-An arm is the base recipe with other settings. Each run has the same CPU seconds on a core of its own, two run at a
-time, and the base runs on the same seeds from the same model, with the same noise. Rates are chosen by the mean of
-pass@1 over the seconds of two tuning seeds, with as many tries for each arm. The rule, written before the runs, is
-`verdict`; docs/trials.md has it in words, and the table. A run leaves one JSON file; what has one is not run again.
+An arm is the base recipe with other settings. Each run has the same CPU seconds on a core of its own. The base runs
+beside each of an arm's reported runs, on the other core, with the same seed and noise from the same model: a second's
+work changes by 15% from one hour to the next. Rates are chosen by the mean of pass@1 over the seconds of two tuning
+seeds, with as many tries for each arm. The rule, written before the runs, is `verdict`; docs/trials.md has it in words,
+and the table. A run leaves one JSON file; what has one is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,8 @@ class Arm:
 
     changes: tuple[str, ...] = ()
     rates: tuple[float, ...] = (1e-4, 2e-4, 4e-4)
+    decay: float = 0.0
+    """Of averaged weights, which are evaluated in place of the last."""
 
 
 ONE_PROCESS = ("sync=in_process", "rollout_batch=adaptive", "max_lag=1")
@@ -69,6 +74,7 @@ ARMS: dict[str, Arm] = {
     "no-drafts": Arm(("speculative=false",)),
     "bayes": Arm(("selector=bayes",)),
     "allocate": Arm(("group_size=allocate",)),
+    "averaged": Arm(decay=0.9),
     "pods": Arm((f"advantage={ROOT / 'benchmarks' / 'prototypes.py'}:Pods",)),
 }
 """Arms by name. What they are beside: docs/trials.md."""
@@ -78,16 +84,35 @@ def spec_of(track: str, arm: Arm, model: str, cap_s: float) -> Spec:
     """Return what all runs of an arm share."""
     changes = (*ONE_PROCESS, *arm.changes, "max_steps=1000000")
     directory = str(WORK / "trials" / track)
-    return Spec(track, "fastest", 0, 0.0, "cpu", model, directory, cap_s, GROWTH, changes, cpu_clock=True)
+    spec = Spec(track, "fastest", 0, 0.0, "cpu", model, directory, cap_s, GROWTH, changes, cpu_clock=True)
+    return replace(spec, decay=arm.decay)
 
 
-def ran(track: str, name: str, rates: Sequence[float], seeds: Sequence[int], model: str, cap_s: float) -> None:
-    """Make the runs of an arm that have no record."""
+def ran(
+    track: str, name: str, rates: Sequence[float], seeds: Sequence[int], model: str, cap_s: float, beside: str = ""
+) -> None:
+    """Make the runs of an arm that have no record; those of the base `beside` an arm are kept with that arm's."""
     spec = spec_of(track, ARMS[name], model, cap_s)
-    spec = replace(spec, directory=f"{spec.directory}/{name}")
+    spec = replace(spec, directory=f"{spec.directory}/{beside}/{name}")
     jobs = [("fastest", rate, seed) for seed in seeds for rate in rates]
-    if not run_all(jobs, spec, records_of(track, name, cap_s), again=False, cores=1):
+    records = records_of(track, beside, cap_s) / name if beside else records_of(track, name, cap_s)
+    if not run_all(jobs, spec, records, again=False, cores=1):
         raise SystemExit(f"{name}: a run failed")
+
+
+def ran_in_pairs(track: str, name: str, seeds: Sequence[int], model: str) -> None:
+    """Make an arm's reported runs, each at the same time as the base's; they take turns on the cores."""
+    rates = [best_rate(runs_of(records_of(track, each, CAP_S), TUNING)) for each in (name, "base")]
+    cores = sorted(os.sched_getaffinity(0))
+
+    def one(each: str, rate: float, seed: int, core: int) -> None:
+        os.sched_setaffinity(0, {core})  # of this thread
+        ran(track, each, [rate], [seed], model, CAP_S, beside="" if each == name else name)
+
+    for number, seed in enumerate(seeds):
+        turns = cores[-2:] if number % 2 else cores[-2:][::-1]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(one, (name, "base"), rates, (seed, seed), (turns[0], turns[-1])))
 
 
 def records_of(track: str, name: str, cap_s: float) -> Path:
@@ -146,42 +171,38 @@ def verdict(runs: list[Summary], base: list[Summary]) -> str:
 
 def try_arm(track: str, name: str, model: str) -> str:
     """Tune an arm, run its seeds until it is decided, and return the verdict."""
-    directory = records_of(track, name, CAP_S)
     ran(track, name, ARMS[name].rates, TUNING, model, CAP_S)
-    rate = best_rate(runs_of(directory, TUNING))
-    for part in (SEEDS[:EARLY], SEEDS):
-        ran(track, name, [rate], part, model, CAP_S)
-        if name != "base" and (found := verdict(chosen(track, name), chosen(track, "base"))) != "undecided":
+    for part in (SEEDS[:EARLY], SEEDS) if name != "base" else ():
+        ran_in_pairs(track, name, part, model)
+        if (found := verdict(*chosen(track, name))) != "undecided":
             return found
-    return "undecided"
+    return "undecided" if name != "base" else "tuned"
 
 
-def chosen(track: str, name: str) -> list[Summary]:
-    """Return an arm's reported runs, at its tuned rate."""
+def chosen(track: str, name: str) -> tuple[list[Summary], list[Summary]]:
+    """Return an arm's reported runs, and those of the base beside them."""
     directory = records_of(track, name, CAP_S)
-    tuning = runs_of(directory, TUNING)
-    return [run for run in runs_of(directory, SEEDS) if tuning and run["rate"] == best_rate(tuning)]
+    return runs_of(directory, SEEDS), runs_of(directory / "base", SEEDS)
 
 
 def write_table(track: str) -> str:
-    figures: Figures = {name: runs for name in ARMS if (runs := chosen(track, name))}
-    base = figures.get("base", [])
-
-    def difference(head: str, key: str) -> Column:
-        return Column(head, lambda runs, _: t.text(t.against(runs, base, key, as_ratio=False), t.SIGNED))
-
+    figures: Figures = {}
+    for name in ARMS:
+        if name != "base":
+            figures[name], figures[f"{name}/base"] = chosen(track, name)
     columns = (
         t.SEEDS,
         Column("rate", lambda runs, _: f"{runs[0]['rate']:g}"),
-        difference("pass@1 over the run", "pass@1"),
-        difference("at its end", "last_pass@1"),
-        difference("pass@8 over the run", "pass@8"),
-        difference("at its end", "last_pass@8"),
-        t.mean("steps", "steps", "{:.0f}"),
-        *(t.mean(f"{kind} tokens", f"tokens.{kind}", "{:.2f}M", 1e-6) for kind in ("sampled", "computed", "trained")),
-        Column("verdict", lambda runs, _: "" if runs is base else verdict(runs, base)),
+        Column("pass@1 of the base over its run", lambda _, base: t.text(t.over_seeds(base, "pass@1"))),
+        t.difference("pass@1 over the run", "pass@1"),
+        t.difference("at its end", "last_pass@1"),
+        t.difference("pass@8 over the run", "pass@8"),
+        t.difference("at its end", "last_pass@8"),
+        t.ratio("steps", "steps"),
+        *(t.ratio(f"{kind} tokens", f"tokens.{kind}") for kind in ("sampled", "computed", "trained")),
+        Column("verdict", verdict),
     )
-    table = t.table_of(figures, columns, head="arm")
+    table = t.table_of(figures, columns, arms=list(ARMS), base=lambda name: f"{name}/base", head="arm")
     out = RESULTS.parent / "trials.json"
     write_json(out, read_json(out) | {track: {"table": table.splitlines(), "runs": figures}})
     fill(DOCS, {f"trials-{track}": table})

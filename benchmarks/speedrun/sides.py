@@ -44,6 +44,8 @@ class Spec:
     """Start of the process, as `time.time()`."""
     cpu_clock: bool = False
     """Seconds are CPU seconds of the process: right for one thread, whatever else the machine does."""
+    decay: float = 0.0
+    """Of the averaged weights that are saved in place of the last; 0: the last."""
 
     @property
     def entry(self) -> Entry:
@@ -118,8 +120,14 @@ def run_winnow(spec: Spec, clock: Any) -> dict[str, Any]:
     from winnow.run.trainer import Trainer
 
     config = config_of(spec)
-    trainer = Trainer(config=config, callbacks=[clock])
-    clock.save = trainer.save_model
+    callbacks, averaging = [clock], None
+    if spec.decay:
+        from prototypes import Averaging
+
+        averaging = Averaging(spec.decay)
+        callbacks = [averaging, clock]
+    trainer = Trainer(config=config, callbacks=callbacks)
+    clock.save = trainer.save_model if averaging is None else averaging.saving(trainer.save_model)
     stopped = ""
     try:
         trainer.train()

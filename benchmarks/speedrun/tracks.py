@@ -136,6 +136,7 @@ TRACKS = {
             "fastest": Entry((5e-5, 1e-4, 2e-4), 240, "chain-sum-thrifty", AHEAD, cores=2),
         },
         warm_start={"max_steps": 900, "batch_size": 32},
+        growth=1.15,
         quick=(0.60, 90),
     ),
     "arithmetic": Track(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,29 @@ def test_verdict(trials: Any, differences: list[float], pass_at_8: float, expect
 def test_a_rate_is_the_best_on_average_over_both_tuning_seeds(trials: Any) -> None:
     found = [(1e-4, 0.2), (1e-4, 0.3), (2e-4, 0.1), (2e-4, 0.38), (4e-4, 0.24), (4e-4, 0.22)]
     assert trials.best_rate([{"rate": rate, "pass@1": passed} for rate, passed in found]) == 1e-4
+
+
+def test_an_arm_runs_beside_the_base_and_they_take_turns_on_the_cores(
+    trials: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, both = [], threading.Barrier(2, timeout=30)
+
+    def ran(track: str, name: str, rates: list[float], seeds: list[int], *_: Any, beside: str = "") -> None:
+        both.wait()
+        calls.append((seeds[0], name, rates, beside, os.sched_getaffinity(0)))
+
+    monkeypatch.setattr(trials, "ran", ran)
+    monkeypatch.setattr(trials, "runs_of", lambda directory, seeds: [{"rate": len(directory.name), "pass@1": 0.3}])
+    before = os.sched_getaffinity(0)
+    trials.ran_in_pairs("countdown", "muon-", [10, 11], "model")
+    first, last = sorted(before)[-2:][0], sorted(before)[-1]
+    assert sorted(calls) == [
+        (10, "base", [4], "muon-", {first}),
+        (10, "muon-", [5], "", {last}),
+        (11, "base", [4], "muon-", {last}),
+        (11, "muon-", [5], "", {first}),
+    ]
+    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.usefixtures("trials")

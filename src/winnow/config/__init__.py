@@ -20,10 +20,10 @@ from ..base.files import below_home, not_json, out_of_home
 from .errors import explain, translated
 from .errors import suggestion as suggestion
 from .options import OF_ADAPTER as OF_ADAPTER
+from .options import SECTION_KEYS, Pairs, TeacherConfig, refuse_truths, success_section, teacher_section, template_text
 from .options import AuditConfig as AuditConfig
 from .options import LoraConfig as LoraConfig
 from .options import MethodSpec as MethodSpec
-from .options import Pairs, TeacherConfig, refuse_truths, success_section, teacher_section, template_text
 from .options import ReuseConfig as ReuseConfig
 from .options import SaveDtype as SaveDtype
 from .options import SuccessConfig as SuccessConfig
@@ -330,7 +330,7 @@ def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
         config = RunConfig.model_validate(dict(values))
         json.dumps(config.model_dump(), allow_nan=False)
     except ValidationError as error:
-        raise ConfigError(explain(error, list(RunConfig.model_fields), where)) from None
+        raise ConfigError(explain(error, list(RunConfig.model_fields), where, SECTION_KEYS)) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {not_json(values)} cannot be saved as JSON: {error}") from None
     refuse_truths(values, config.model_dump(), where)

@@ -21,17 +21,24 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     return did_you_mean(name, known) or others
 
 
-def explain(error: ValidationError, known: Sequence[str], where: str) -> str:
-    """Return pydantic's errors, one a line, with our name for an unknown key, or the nearest valid name."""
+def explain(
+    error: ValidationError, known: Sequence[str], where: str, sections: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """Return pydantic's errors, one a line, with our name for an unknown key, or the nearest valid name.
+
+    `sections`: the keys of sections by name, without the section's name.
+    """
     lines = []
     errors = error.errors()
-    sections = [e for e in errors if e["loc"][-1:] == ("dict[str,any]",)]
-    methods = {e["loc"][:-1] for e in sections if not isinstance(e["input"], dict)}
+    as_sections = [e for e in errors if e["loc"][-1:] == ("dict[str,any]",)]
+    methods = {e["loc"][:-1] for e in as_sections if not isinstance(e["input"], dict)}
     for e in errors:
         key = ".".join(str(part) for part in e["loc"])
         if e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             for name, answer in key_hints(key, e["input"]):
-                hint = f" Here {answer}." if answer else suggestion(name, known)
+                section, _, last = name.rpartition(".")
+                own = (sections or {}).get(section)
+                hint = f" Here {answer}." if answer else suggestion(last if own else name, own or known)
                 lines.append(f"unknown key '{name}'.{hint}")
         elif e["type"] == "missing":
             lines.append(f"missing key '{key}'")

@@ -211,6 +211,16 @@ def success_section(given: Any) -> Any:
     return {"at_least": given} if isinstance(given, int | float) and not isinstance(given, bool) else given
 
 
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "lora": LoraConfig,
+    "audit": AuditConfig,
+    "reuse": ReuseConfig,
+    "teacher": TeacherConfig,
+    "success": SuccessConfig,
+}
+SECTION_KEYS = {name: list(section.model_fields) for name, section in _SECTIONS.items()}
+"""Keys of the sections that belong to no method."""
+
 MAX_CHARACTERS = 1_000_000
 
 
