@@ -369,6 +369,9 @@ def test_an_answer_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
             connection, _ = listening.accept()
             connection.recv(1 << 16)
             connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"choices": [')
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):  # closed with anything unread it would reset the connection
+                pass
             connection.close()
 
         threading.Thread(target=half, daemon=True).start()
