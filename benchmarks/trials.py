@@ -4,11 +4,11 @@
     python benchmarks/trials.py countdown --table                   # the table again, from the records
     python benchmarks/trials.py countdown --quick --arms muon       # one rate, two seeds, seconds: to try an arm
 
-An arm is the base recipe with other settings. Each run has the same CPU seconds on a core of its own. The base runs
-beside each of an arm's reported runs, on the other core, with the same seed and noise from the same model: a second's
-work changes by 15% from one hour to the next. Rates are chosen by the mean of pass@1 over the seconds of two tuning
-seeds, with as many tries for each arm. The rule, written before the runs, is `verdict`; docs/trials.md has it in words,
-and the table. A run leaves one JSON file; what has one is not run again.
+An arm is the base recipe with other settings. Each run has the same CPU seconds on a core of its own. The base runs at
+the same time as each of an arm's reported runs, on the other core, with the same seed and noise from the same model:
+the work of a second differs by up to 40% from one hour to the next. Rates are chosen by the mean of pass@1 over the
+seconds of two tuning seeds, with as many tries for each arm. The rule, written before the runs, is `verdict`;
+docs/trials.md has it in words, and the table. A run leaves one JSON file; what has one is not run again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ ARMS: dict[str, Arm] = {
     "averaged": Arm(decay=0.9),
     "pods": Arm((f"advantage={ROOT / 'benchmarks' / 'prototypes.py'}:Pods",)),
 }
-"""Arms by name. What they are beside: docs/trials.md."""
+"""Arms by name. What they are compared with: docs/trials.md."""
 
 
 def spec_of(track: str, arm: Arm, model: str, cap_s: float) -> Spec:
@@ -89,13 +89,13 @@ def spec_of(track: str, arm: Arm, model: str, cap_s: float) -> Spec:
 
 
 def ran(
-    track: str, name: str, rates: Sequence[float], seeds: Sequence[int], model: str, cap_s: float, beside: str = ""
+    track: str, name: str, rates: Sequence[float], seeds: Sequence[int], model: str, cap_s: float, paired_with: str = ""
 ) -> None:
-    """Make the runs of an arm that have no record; those of the base `beside` an arm are kept with that arm's."""
+    """Make the runs of an arm that have no record; those of the base `paired_with` an arm are kept with that arm's."""
     spec = spec_of(track, ARMS[name], model, cap_s)
-    spec = replace(spec, directory=f"{spec.directory}/{beside}/{name}")
+    spec = replace(spec, directory=f"{spec.directory}/{paired_with}/{name}")
     jobs = [("fastest", rate, seed) for seed in seeds for rate in rates]
-    records = records_of(track, beside, cap_s) / name if beside else records_of(track, name, cap_s)
+    records = records_of(track, paired_with, cap_s) / name if paired_with else records_of(track, name, cap_s)
     if not run_all(jobs, spec, records, again=False, cores=1):
         raise SystemExit(f"{name}: a run failed")
 
@@ -107,7 +107,7 @@ def ran_in_pairs(track: str, name: str, seeds: Sequence[int], model: str) -> Non
 
     def one(each: str, rate: float, seed: int, core: int) -> None:
         os.sched_setaffinity(0, {core})  # of this thread
-        ran(track, each, [rate], [seed], model, CAP_S, beside="" if each == name else name)
+        ran(track, each, [rate], [seed], model, CAP_S, paired_with="" if each == name else name)
 
     for number, seed in enumerate(seeds):
         turns = cores[-2:] if number % 2 else cores[-2:][::-1]
@@ -180,7 +180,7 @@ def try_arm(track: str, name: str, model: str) -> str:
 
 
 def chosen(track: str, name: str) -> tuple[list[Summary], list[Summary]]:
-    """Return an arm's reported runs, and those of the base beside them."""
+    """Return an arm's reported runs, and those of the base paired with them."""
     directory = records_of(track, name, CAP_S)
     return runs_of(directory, SEEDS), runs_of(directory / "base", SEEDS)
 

@@ -58,14 +58,14 @@ def test_a_rate_is_the_best_on_average_over_both_tuning_seeds(trials: Any) -> No
     assert trials.best_rate([{"rate": rate, "pass@1": passed} for rate, passed in found]) == 1e-4
 
 
-def test_an_arm_runs_beside_the_base_and_they_take_turns_on_the_cores(
+def test_an_arm_runs_together_with_the_base_and_they_take_turns_on_the_cores(
     trials: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, both = [], threading.Barrier(2, timeout=30)
 
-    def ran(track: str, name: str, rates: list[float], seeds: list[int], *_: Any, beside: str = "") -> None:
+    def ran(track: str, name: str, rates: list[float], seeds: list[int], *_: Any, paired_with: str = "") -> None:
         both.wait()
-        calls.append((seeds[0], name, rates, beside, os.sched_getaffinity(0)))
+        calls.append((seeds[0], name, rates, paired_with, os.sched_getaffinity(0)))
 
     monkeypatch.setattr(trials, "ran", ran)
     monkeypatch.setattr(trials, "runs_of", lambda directory, seeds: [{"rate": len(directory.name), "pass@1": 0.3}])
