@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,10 @@ from transformers import TrainerCallback
 
 from winnow.methods.advantage import Advantage
 from winnow.methods.advantage.rloo import rloo
+from winnow.methods.group_kind import GroupJudge
+from winnow.methods.select.thompson import Thompson, ThompsonSelector
+from winnow.tasks.countdown import Countdown, CountdownConfig, countdown_reward
+from winnow.types import Group, Prompt, Verdict, Visit
 
 
 def widest(rewards_n: np.ndarray, m: int) -> np.ndarray:
@@ -74,3 +78,102 @@ class Averaging(TrainerCallback):
                 tensor.copy_(last[name])
 
         return save_average
+
+
+@dataclass(frozen=True)
+class Prefixes(Thompson):
+    """Thompson draws, and visits that begin with words of an earlier rollout of their prompt (2605.05112, 2601.20829).
+
+    A prompt that mostly fails gets a head start from a right rollout, one that is mostly solved a handicap from a wrong
+    one. The words are part of the prompt, so they are context. Their number moves by two towards a mixed group.
+    """
+
+    share: float = 0.25
+    """Largest share of the visits with a prefix, taken from those that Thompson draws skip."""
+    hard: float = 0.15
+    easy: float = 0.85
+    """Expected pass rates below and above which a prompt gets a prefix. `easy` above 1: head starts alone."""
+
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge) -> PrefixSelector:  # type: ignore[override]
+        return PrefixSelector(prompts, seed, self, judge)
+
+
+class PrefixSelector(ThompsonSelector):
+    """Pass rates learn from visits without a prefix alone."""
+
+    options: Prefixes
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, options: Prefixes, judge: GroupJudge) -> None:
+        super().__init__(prompts, seed, options, judge)
+        self.answers: dict[tuple[int, bool], list[str]] = {}
+        """Words of the last right and the last wrong rollout of each prompt."""
+        self.lengths: dict[tuple[int, bool], int] = {}
+        """Words of the next prefix."""
+        self.tried = self.mixed = 0
+
+    def select(self, n: int, audit: Any = None) -> list[Visit]:
+        visits = super().select(n - round(self.options.share * n), audit)
+        missing = n - sum(visit.verdict.keep for visit in visits)
+        for i, visit in enumerate(visits):
+            if missing and not visit.verdict.keep and (begun := self._begun(visit.prompt)) is not None:
+                visits[i] = replace(visit, prompt=begun, verdict=Verdict(True, "with a prefix"))
+                missing -= 1
+        return [*visits, *super().select(missing, audit)] if missing else visits
+
+    def _begun(self, prompt: Prompt) -> Prompt | None:
+        """Return the prompt with its prefix; None if it is neither hard nor easy, or has no rollout for one."""
+        right, wrong = 1.0 + self.right_N[prompt.ordinal], 1.0 + self.wrong_N[prompt.ordinal]
+        rate = right / (right + wrong)
+        head_start = bool(rate < self.options.hard)
+        key = prompt.ordinal, head_start
+        if self.options.hard <= rate <= self.options.easy or key not in self.answers:
+            return None
+        words = self.answers[key]
+        length = self.lengths.setdefault(key, len(words) // 2)
+        prefix = " ".join(words[: min(length, len(words) - 1)])
+        columns = {**prompt.columns, "prefix": prefix, "head_start": head_start}
+        return replace(prompt, text=f"{prompt.text} {prefix}", columns=columns) if prefix else None
+
+    def observe_group(self, group: Group) -> None:
+        rights = [self.judge.success.right(rollout) for rollout in group.siblings if rollout.reward is not None]
+        ordinal = group.prompt.ordinal
+        if not group.prompt.columns["prefix"]:
+            for rollout, right in zip(group.siblings, rights, strict=False):
+                self.answers[ordinal, bool(right)] = rollout.text.split()
+            super().observe_group(group)
+            return
+        self.tried += 1
+        if any(rights) and not all(rights):
+            self.mixed += 1
+            return
+        head_start = group.prompt.columns["head_start"]
+        key = ordinal, head_start
+        change = -2 if head_start == all(rights) else 2  # a head start too easy, a handicap too hard
+        self.lengths[key] = max(self.lengths[key] + change, 1)
+
+    def metrics(self) -> dict[str, float]:
+        found = super().metrics() | {"prefix/visits": float(self.tried), "prefix/mixed": float(self.mixed)}
+        self.tried = self.mixed = 0
+        return found
+
+
+@dataclass(frozen=True)
+class CountdownWithPrefixes(CountdownConfig):
+    """Countdown whose answers begin with the prefix of their prompt."""
+
+    def build(self) -> Countdown:
+        task = Countdown(self)
+        task.train, task.test = (
+            [replace(prompt, columns={**prompt.columns, "prefix": ""}) for prompt in part]
+            for part in (task.train, task.test)
+        )
+        task.reward_funcs = [whole_answer_reward]
+        return task
+
+
+def whole_answer_reward(
+    completions: Sequence[str], numbers: Any, target: Any, style: Any, prefix: Sequence[str]
+) -> list[float | None]:
+    """Return Countdown's reward of prefix and completion."""
+    whole = [f"{begun} {completion}" for begun, completion in zip(prefix, completions, strict=True)]
+    return countdown_reward(whole, numbers, target, style)

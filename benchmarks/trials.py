@@ -39,6 +39,7 @@ EARLY = 4
 PASS_AT_8 = -0.02
 """A mean difference of pass@8 below it is a loss of variety."""
 CAP_S, GROWTH = 120.0, 1.25
+PROTOTYPES = ROOT / "benchmarks" / "prototypes.py"
 RESULTS = ROOT / "benchmarks" / "results" / "trials"
 DOCS = ROOT / "docs" / "trials.md"
 
@@ -74,8 +75,11 @@ ARMS: dict[str, Arm] = {
     "no-drafts": Arm(("speculative=false",)),
     "bayes": Arm(("selector=bayes",)),
     "allocate": Arm(("group_size=allocate",)),
+    "inverse-sqrt": Arm(("lr_scheduler_type=inverse_sqrt", "lr_scheduler_kwargs={timescale: 50}"), (2e-4, 4e-4, 8e-4)),
+    "grpo": Arm(("advantage=grpo",)),
     "averaged": Arm(decay=0.9),
-    "pods": Arm((f"advantage={ROOT / 'benchmarks' / 'prototypes.py'}:Pods",)),
+    "pods": Arm((f"advantage={PROTOTYPES}:Pods",)),
+    "prefixes": Arm((f"selector={PROTOTYPES}:Prefixes", f"env.name={PROTOTYPES}:CountdownWithPrefixes")),
 }
 """Arms by name. What they are compared with: docs/trials.md."""
 

@@ -19,9 +19,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from queue import Queue
@@ -39,6 +40,7 @@ from tables import fill
 HERE = Path(__file__).resolve().parent
 Job = tuple[str, float, int]
 """Side, learning rate, seed."""
+Stage = Callable[[Spec, Path, set[int]], bool]
 QUICK_GROWTH = 1.3
 DOCS = ROOT / "docs" / "speedrun.md"
 OFFICIAL, QUICK = ROOT / "benchmarks" / "results", WORK / "quick"
@@ -95,23 +97,28 @@ def make_model(track: str) -> str:
     return str(path)
 
 
-def run_job(spec: Spec, record: Path, cores: set[int]) -> bool:
-    """Train in a process, evaluate in another, write the record. Returns whether it succeeded."""
+def train(spec: Spec, record: Path, cores: set[int]) -> bool:
+    """Train in a process, unless that is done. Returns whether it succeeded."""
     directory = Path(spec.directory)
+    if (directory / RUN).exists():
+        return True
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     before = os.getloadavg()[0]
-    if not (directory / RUN).exists():
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        begun = json.dumps(asdict(replace(spec, began=time.time())))
-        if not _child("sides.py", begun, directory, cores):
-            return False
-    after = os.getloadavg()[0]
-    if not _child("evaluation.py", spec.directory, directory, cores):
+    if not _child("sides.py", json.dumps(asdict(replace(spec, began=time.time()))), directory, cores):
         return False
-    found = read_json(directory / RUN)
-    del found["points"]
-    curve = json.loads((directory / CURVE).read_text(encoding="utf-8"))
-    kept = found | {"curve": curve, "load_average": [before, after], "commit": commit()}
+    loads = {"load_average": [before, os.getloadavg()[0]], "commit": commit()}
+    write_json(directory / RUN, read_json(directory / RUN) | loads)
+    return True
+
+
+def evaluate(spec: Spec, record: Path, cores: set[int]) -> bool:
+    """Evaluate a run's models in a process, write the record, remove the models. Returns whether it succeeded."""
+    directory = Path(spec.directory)
+    if not (directory / RUN).exists() or not _child("evaluation.py", spec.directory, directory, cores):
+        return False
+    kept = read_json(directory / RUN) | {"curve": json.loads((directory / CURVE).read_text(encoding="utf-8"))}
+    del kept["points"]
     write_json(record, json.loads(json.dumps(kept).replace(f"{ROOT}/", "")))  # a machine's paths tell nobody anything
     shutil.rmtree(directory)
     return True
@@ -171,35 +178,41 @@ def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool, cores: 
     the side.
 
     Sides that need one core run side by side, each on its own, so that what disturbs one disturbs the other; a side
-    that needs all cores runs by itself.
+    that needs all cores runs by itself. Models are evaluated when all runs have ended, large ones after each run.
     """
     all_cores, track = os.sched_getaffinity(0), TRACKS[spec.track]
     free: Queue[int] = Queue()
     for core in sorted(all_cores):
         free.put(core)
 
-    def run(job: Job) -> bool:
+    def record_of(job: Job) -> Path:
         side, rate, seed = job
-        record = records / f"{side}-{rate:g}-{seed}.json"
-        if record.exists() and not again:
-            return True
-        taken = {free.get() for _ in range(cores_of(side))}
-        print(f"{spec.track}: {side}, rate {rate:g}, seed {seed}", flush=True)
+        return records / f"{side}-{rate:g}-{seed}.json"
+
+    def run(stages: Sequence[Stage], job: Job) -> bool:
+        side, rate, seed = job
+        record = record_of(job)
+        taken = {free.get() for _ in range(cores_of(stages, job))}
+        print(f"{spec.track}: {side}, rate {rate:g}, seed {seed}: {', '.join(s.__name__ for s in stages)}", flush=True)
+        of_job = replace(spec, side=side, rate=rate, seed=seed, directory=f"{spec.directory}/{record.stem}")
         try:
-            place = f"{spec.directory}/{record.stem}"
-            return run_job(replace(spec, side=side, rate=rate, seed=seed, directory=place), record, taken)
+            return all(stage(of_job, record, taken) for stage in stages)
         finally:
             for core in taken:
                 free.put(core)
 
-    def cores_of(side: str) -> int:
-        alone = spec.device == "cuda" or track.alone
-        return len(all_cores) if alone else min(cores or track.entries[side].cores, len(all_cores))
+    def cores_of(stages: Sequence[Stage], job: Job) -> int:
+        if spec.device == "cuda" or track.alone:
+            return len(all_cores)
+        return min(cores or track.entries[job[0]].cores, len(all_cores)) if train in stages else 1
 
     ok = True
-    for several, some in groupby(jobs, key=lambda job: cores_of(job[0]) == 1):
-        with ThreadPoolExecutor(len(all_cores) if several else 1) as pool:
-            ok &= all(list(pool.map(run, some)))
+    wanted = [job for job in jobs if again or not record_of(job).exists()]
+    order: list[list[Stage]] = [[train, evaluate]] if track.alone else [[train], [evaluate]]
+    for stages in order:
+        for needed, some in groupby(wanted, key=partial(cores_of, stages)):
+            with ThreadPoolExecutor(len(all_cores) if needed == 1 else 1) as pool:
+                ok &= all(list(pool.map(partial(run, stages), some)))
     return ok
 
 

@@ -27,6 +27,8 @@ AHEAD = ("sync={name: in_process, overlap: true}", "max_lag=2")
 """The update runs on the second core while the next batch is generated."""
 ONE_ROUND = ("rollout_batch={name: adaptive, size: 80}",)
 """Two and a half batches of 32, as about half of the groups have no signal: one round of decode steps, not three."""
+CHOSEN = ("selector=thompson", "speculative=true")
+"""With rounds, all that `recipes/thrifty.yaml` adds to DAPO."""
 SIDES = ("trl", "trl-winnow", "dapo", "fastest")
 
 
@@ -128,12 +130,12 @@ TRACKS = {
     "chain-sums": Track(
         model="chain-sum",
         shared=("env.test_size=1024",),
-        evaluation=("eval_prompts=1024", "eval_generations=8"),
+        evaluation=("eval_prompts=512", "eval_generations=8"),
         target=0.80,
         cap_s=900,
         entries={
             **same_rates((1e-4, 2e-4, 4e-4), 60, "chain-sum-arrol", *DAPO),
-            "fastest": Entry((5e-5, 1e-4, 2e-4), 240, "chain-sum-thrifty", AHEAD, cores=2),
+            "fastest": Entry((1e-4, 2e-4, 4e-4), 120, "chain-sum-arrol", (*DAPO, *CHOSEN, *AHEAD, *ONE_ROUND), cores=2),
         },
         warm_start={"max_steps": 900, "batch_size": 32},
         growth=1.15,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,16 +81,34 @@ def test_sides_alternate_and_a_tuned_rate_is_used(tmp_path: Path) -> None:
     assert sorted(rate for side, rate, _ in tries if side == "trl") == [1e-4, 2e-4, 4e-4]
 
 
+def named(name: str, function: Callable[..., bool]) -> Callable[..., bool]:
+    function.__name__ = name
+    return function
+
+
+@pytest.mark.parametrize(("track", "order"), [("countdown", "ttee"), ("arithmetic", "tete")])
+def test_small_models_are_evaluated_when_all_runs_have_ended(
+    track: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = module("run")
+    called: list[str] = []
+    for stage in ("train", "evaluate"):
+        monkeypatch.setattr(run, stage, named(stage, lambda *_, stage=stage: called.append(stage[0]) or True))
+    assert run.run_all([("dapo", 2e-4, 0), ("dapo", 2e-4, 1)], spec(track=track), tmp_path, again=False)
+    assert "".join(called) == order
+
+
 def test_what_has_a_record_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = module("run")
     called: list[Path] = []
-    monkeypatch.setattr(run, "run_job", lambda spec, record, cores: called.append(record) or True)
+    for stage in ("train", "evaluate"):
+        monkeypatch.setattr(run, stage, named(stage, lambda spec, record, cores: called.append(record) or True))
     (tmp_path / "trl-0.0002-0.json").write_text("{}", encoding="utf-8")
     jobs = [("trl", 2e-4, 0), ("dapo", 2e-4, 0)]
     assert run.run_all(jobs, spec(), tmp_path, again=False)
-    assert [path.name for path in called] == ["dapo-0.0002-0.json"]
+    assert [path.name for path in called] == 2 * ["dapo-0.0002-0.json"]
     run.run_all(jobs, spec(), tmp_path, again=True)
-    assert len(called) == 3
+    assert len(called) == 6
 
 
 def test_a_record_has_the_curve_and_loads_and_an_evaluation_that_failed_is_all_that_is_done_again(
@@ -115,9 +134,13 @@ def test_a_record_has_the_curve_and_loads_and_an_evaluation_that_failed_is_all_t
 
     monkeypatch.setattr(run, "_child", child)
     of = spec(directory=str(directory), changes=("a=1",))
-    assert not run.run_job(of, tmp_path / "record.json", {0})
+    job = (of, tmp_path / "record.json", {0})
+    assert not run.evaluate(*job), "not trained yet"
+    assert run.train(*job)
+    assert not run.evaluate(*job)
     works["evaluation.py"] = True
-    assert run.run_job(of, tmp_path / "record.json", {0})
+    assert run.train(*job)
+    assert run.evaluate(*job)
     assert called == ["sides.py", "evaluation.py", "evaluation.py"]
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert record["curve"] == points((1, 0.2))

@@ -6,11 +6,17 @@ import itertools
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from winnow.methods.group_kind import BY_REWARDS
+from winnow.types import Prompt, Visit
+
+from ..builders.groups import make_group
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -96,6 +102,34 @@ def test_pods_keeps_the_widest_rewards_and_the_size_of_the_gradient() -> None:
     kept = found[~np.isnan(found) & (found != 0)]
     assert (sorted(kept > 0), len(kept)) == ([False, False, True, True], 4)
     assert kept[kept > 0] == pytest.approx(2 * 0.75 * 8 / 7)
+
+
+@pytest.mark.usefixtures("trials")
+def test_prefixes_are_part_of_the_prompt_adapt_and_teach_no_pass_rate() -> None:
+    from prototypes import CountdownWithPrefixes, Prefixes, whole_answer_reward
+
+    task = CountdownWithPrefixes(train_size=40, test_size=8).build()
+    selector = Prefixes(share=0.5).build(task.train, 0, BY_REWARDS)
+
+    def observe(prompt: Prompt, rewards: list[float | None]) -> None:
+        group = replace(make_group(0, rewards), visit=Visit(0, 0, prompt))
+        for rollout in group.rollouts:
+            rollout.text = "1 + 2 = 3 , 3 * 4 = 12"
+        selector.observe_group(group)
+
+    for prompt in task.train:
+        observe(prompt, [1.0, *[0.0] * 15])
+    kept = [visit.prompt for visit in selector.select(10) if visit.verdict.keep]
+    begun = [prompt for prompt in kept if prompt.columns["prefix"]]
+    assert (len(kept), len(begun)) == (10, 5)
+    assert begun[0].text == f"{task.train[begun[0].ordinal].text} 1 + 2 = 3"
+    rates = selector.right_N.copy()
+    for rewards, words in (([1.0] * 8, 3), ([0.0] * 8, 5), ([1.0, *[0.0] * 7], 5)):
+        observe(begun[0], rewards)
+        assert selector.lengths[begun[0].ordinal, True] == words
+    assert (selector.right_N == rates).all()
+    whole = whole_answer_reward([" , 3 * 4 = 12", "= 12"], [[1, 2, 4]] * 2, [12] * 2, ["steps"] * 2, ["1 + 2 = 3"] * 2)
+    assert whole == [1.0, 0.0]
 
 
 def test_arms_have_as_many_tries_and_seeds_are_unused(trials: Any) -> None:
