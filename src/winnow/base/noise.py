@@ -7,6 +7,7 @@ is SplitMix64's finalizer (Steele, Lea, Flood 2014), which passes BigCrush as a 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,8 +35,14 @@ def noise_key(*words: int, key: int = 0) -> int:
     `key`: that of the words before these, where many keys begin alike.
     """
     for word in words:
-        key = mix(key + _GAMMA + mix(word & _MASK))
+        key = mix(key + _GAMMA + _mixed(word))
     return key
+
+
+@lru_cache(1 << 12)
+def _mixed(word: int) -> int:
+    """Apply `mix`; numbers of siblings, turns and streams come again and again."""
+    return mix(word & _MASK)
 
 
 def _signed(x: int) -> int:

@@ -51,10 +51,13 @@ class Sequences:
         """Queue all requests, or raise and queue no request. Raises ValueError as `Engine.submit` does."""
         self.require_alive()
         new: dict[Hashable, Request] = {}
+        checked: tuple[Any, ...] = ()
         for request in requests:
             if request.id in new or request.id in self.waiting or request.id in self.table.row_of:
                 raise ValueError(f"request id {request.id!r} is already in use")
-            check_request(request, self.facts.vocab_size, self.facts.max_length)
+            if (what := (request.prompt_ids, request.params, request.draft, request.report_at)) != checked:
+                check_request(request, self.facts.vocab_size, self.facts.max_length)
+                checked = what  # siblings ask for the same
             new[request.id] = request
         for request in new.values():
             self._stops.add(request.params.stop)

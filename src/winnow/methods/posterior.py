@@ -107,10 +107,11 @@ class Predictions:
     """Chances that groups are mixed, by the posteriors of their pass rates, and which of them are."""
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[float, bool]] = []
+        self._groups: list[tuple[float, float, int, bool]] = []
+        """Posterior before a group, rewards of the group, and whether it was mixed."""
 
-    def add(self, group: Group, a: np.ndarray, b: np.ndarray, judge: GroupJudge, probe: int | None = None) -> None:
-        """Compare a finished group with the posterior before it, Beta(a, b), arrays of one number.
+    def add(self, group: Group, a: float, b: float, judge: GroupJudge, probe: int | None = None) -> None:
+        """Compare a finished group with the posterior before it, Beta(a, b).
 
         `probe`: only so many siblings count. The others are there only if these are mixed, and would tell what was to
         be predicted.
@@ -118,19 +119,22 @@ class Predictions:
         rewards = [r.reward for r in group.siblings[:probe] if r.reward is not None]
         kind = judge.of_rewards(rewards)
         if kind is not GroupKind.NOT_JUDGED:
-            self._pairs.append((mixed_probability(a, b, len(rewards)).item(), kind is GroupKind.SIGNAL))
+            self._groups.append((a, b, len(rewards), kind is GroupKind.SIGNAL))
 
     def clear(self) -> None:
-        self._pairs = []
+        self._groups = []
 
     def metrics(self, name: str) -> dict[str, float]:
         """Return the mean chance, the share of mixed groups, the Brier score, and the AUROC where there are both kinds.
 
         Only of groups that were rolled out: those that a selector prefers.
         """
-        if not self._pairs:
+        if not self._groups:
             return {}
-        chance_N, mixed_N = np.array([chance for chance, _ in self._pairs]), np.array([m for _, m in self._pairs])
+        a_N, b_N, size_N, mixed_N = (np.array(column) for column in zip(*self._groups, strict=True))
+        chance_N = np.empty(len(size_N))
+        for size in np.unique(size_N):
+            chance_N[size_N == size] = mixed_probability(a_N[size_N == size], b_N[size_N == size], size)
         metrics = {
             f"{name}/predicted": float(chance_N.mean()),
             f"{name}/mixed": float(mixed_N.mean()),

@@ -105,7 +105,7 @@ class KVCache:
 
         The index counts columns of a layer with that many heads: `keys[l].view(-1, D)[index]`.
         """
-        n = len(positions_N)
+        n = positions_N.shape[0]
         flat_N = self._rows[:n] * self.columns + positions_N
         self.mask.view(-1).index_fill_(0, flat_N, 0)
         if heads == 1:

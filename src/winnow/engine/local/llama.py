@@ -48,13 +48,14 @@ class Linear:
         if self._packed:
             product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self._weight, self._bias, "none", [], "")
             return product
-        if len(x_NI) < LEAST_ROWS and not x_NI.is_cuda:
-            return self(F.pad(x_NI, (0, 0, 0, LEAST_ROWS - len(x_NI))))[: len(x_NI)]
+        n = x_NI.shape[0]  # `len` of a tensor takes ten times as long
+        if n < LEAST_ROWS and not x_NI.is_cuda:
+            return self(F.pad(x_NI, (0, 0, 0, LEAST_ROWS - n)))[:n]
         return x_NI @ self._weight if self._bias is None else torch.addmm(self._bias, x_NI, self._weight)
 
     def add_to(self, sum_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
         """Add x @ weight.t() to `sum_NO` in place; for a matrix without bias."""
-        if self._packed or sum_NO.dtype != x_NI.dtype or len(x_NI) < LEAST_ROWS:
+        if self._packed or sum_NO.dtype != x_NI.dtype or x_NI.shape[0] < LEAST_ROWS:
             sum_NO.add_(self(x_NI))
         else:
             sum_NO.addmm_(x_NI, self._weight)
@@ -192,11 +193,11 @@ class LlamaBackend:
     def _qkv(self, layer: Layer, x_NH: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries [N, heads, D], keys and values [N, kv heads, D], rotated."""
         product = layer.qkv(self._normed(x_NH, layer.before))
-        qkv = product.view(len(x_NH), -1, self._size)
+        qkv = product.view(x_NH.shape[0], -1, self._size)
         if self._folded and layer.qk_norm is None:  # in place: few operations for what a small model does most often
-            pairs = product.view(torch.complex64).view(len(x_NH), -1, self._size // 2)
+            pairs = product.view(torch.complex64).view(x_NH.shape[0], -1, self._size // 2)
             pairs[:, : self._heads + self._kv_heads].mul_(rotation)
-            q, k, v = qkv.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+            q, k, v = qkv.split_with_sizes([self._heads, self._kv_heads, self._kv_heads], dim=1)
             return q, k, v
         qk, v = qkv.split([self._heads + self._kv_heads, self._kv_heads], dim=1)
         qk = qk.float()
@@ -322,7 +323,7 @@ class LlamaBackend:
     def _decode(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, cache: KVCache, chunks: list[Chunk]
     ) -> torch.Tensor:
-        n, groups = len(tokens_N), self._heads // self._kv_heads
+        n, groups = tokens_N.shape[0], self._heads // self._kv_heads
         x = self._embedding[tokens_N]
         rotation = self._rotation[positions_N]
         index = (cache.open(positions_N, self._kv_heads),)

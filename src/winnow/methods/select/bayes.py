@@ -86,7 +86,7 @@ class BayesSelector(StreamSelector):
         if right + wrong < 2:
             return
         a, b = self.posteriors.for_prompts(np.array([group.prompt.ordinal]))
-        self._predictions.add(group, a, b, self.judge, self.probe)
+        self._predictions.add(group, a.item(), b.item(), self.judge, self.probe)
         self._sizes.append(len(group.siblings))
         self.posteriors.add(group.prompt.ordinal, right, wrong)
 

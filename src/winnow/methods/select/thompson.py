@@ -22,6 +22,10 @@ from ..posterior import Predictions, charts, counts
 from .stream import SELECT_STREAM, StreamSelector, StreamState
 
 
+SETS = 32
+"""Sets of candidates whose rates are drawn at once: a generator of random numbers takes longer to make than a set."""
+
+
 @dataclass(frozen=True, config=CHECKED)
 class Thompson:
     """Of every `candidates` prompts in the epoch's order, roll out the one whose drawn rate is nearest to `target`."""
@@ -68,19 +72,31 @@ class ThompsonSelector(StreamSelector):
         """
         n = self.options.candidates
         start = self.visits % len(self.prompts)
+        stop = start + len(ordinals_N)
         begun = self.visits - start
         keeps_N = np.zeros(len(ordinals_N), dtype=bool)
-        for first in range(start - start % n, start + len(ordinals_N), n):
+        first_set = start - start % n
+        distance = self._distances(first_set, stop, epoch)
+        for first in range(first_set, stop, n):
             if self.kept_at >= begun + first:
                 continue
-            noise = np.random.default_rng((self.seed, SELECT_STREAM, epoch, first))
-            candidates = self._order[first : first + n]
-            rates = noise.beta(1 + self.right_N[candidates], 1 + self.wrong_N[candidates])
-            passed = max(0, start - first)  # by a call before, when another candidate was nearer
-            chosen = first + passed + int(np.abs(rates[passed:] - self.options.target).argmin()) - start
-            if chosen < len(ordinals_N):
-                keeps_N[chosen] = True
+            seen = max(first, start)  # candidates before it were passed by an earlier call, when another was nearer
+            chosen = seen + int(distance[seen - first_set : first + n - first_set].argmin())
+            if chosen < stop:
+                keeps_N[chosen - start] = True
         return keeps_N
+
+    def _distances(self, first: int, stop: int, epoch: int) -> np.ndarray:
+        """Return how far drawn rates are from the target, from place `first` of the epoch's order to the end of the set
+        of `stop`. Whole blocks of sets are drawn, so that a draw does not depend on what is asked for."""
+        size = self.options.candidates * SETS
+        drawn = []
+        for block in range(first - first % size, stop, size):
+            noise = np.random.default_rng((self.seed, SELECT_STREAM, epoch, block))
+            prompts = self._order[block : block + size]
+            drawn.append(noise.beta(1 + self.right_N[prompts], 1 + self.wrong_N[prompts]))
+        distance: np.ndarray = np.abs(np.concatenate(drawn) - self.options.target)
+        return distance[first % size :]
 
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
         return (
@@ -93,10 +109,10 @@ class ThompsonSelector(StreamSelector):
         right, wrong = counts(group, self.judge)
         if right + wrong:
             ordinal, keep = group.prompt.ordinal, self.options.keep
-            a, b = 1.0 + self.right_N[[ordinal]], 1.0 + self.wrong_N[[ordinal]]
-            self._predictions.add(group, a, b, self.judge, self.probe)
-            self.right_N[ordinal] = keep * self.right_N[ordinal] + right
-            self.wrong_N[ordinal] = keep * self.wrong_N[ordinal] + wrong
+            before = float(self.right_N[ordinal]), float(self.wrong_N[ordinal])
+            self._predictions.add(group, 1 + before[0], 1 + before[1], self.judge, self.probe)
+            self.right_N[ordinal] = keep * before[0] + right
+            self.wrong_N[ordinal] = keep * before[1] + wrong
 
     def end_step(self) -> None:
         super().end_step()
