@@ -27,8 +27,6 @@ AHEAD = ("sync={name: in_process, overlap: true}", "max_lag=2")
 """The update runs on the second core while the next batch is generated."""
 ONE_ROUND = ("rollout_batch={name: adaptive, size: 80}",)
 """Two and a half batches of 32, as about half of the groups have no signal: one round of decode steps, not three."""
-CHOSEN = ("selector=thompson", "speculative=true")
-"""With rounds, all that `recipes/thrifty.yaml` adds to DAPO."""
 SIDES = ("trl", "trl-winnow", "dapo", "fastest")
 
 
@@ -135,7 +133,7 @@ TRACKS = {
         cap_s=900,
         entries={
             **same_rates((1e-4, 2e-4, 4e-4), 60, "chain-sum-arrol", *DAPO),
-            "fastest": Entry((1e-4, 2e-4, 4e-4), 120, "chain-sum-arrol", (*DAPO, *CHOSEN, *AHEAD, *ONE_ROUND), cores=2),
+            "fastest": Entry((5e-5, 1e-4, 2e-4), 240, "chain-sum-thrifty", AHEAD, cores=2),
         },
         warm_start={"max_steps": 900, "batch_size": 32},
         growth=1.15,
