@@ -85,14 +85,17 @@ class Prefixes(Thompson):
     """Thompson draws, and visits that begin with words of an earlier rollout of their prompt (2605.05112, 2601.20829).
 
     A prompt that mostly fails gets a head start from a right rollout, one that is mostly solved a handicap from a wrong
-    one. The words are part of the prompt, so they are context. Their number moves by two towards a mixed group.
+    one. The words are part of the prompt, so they are context. Their number moves by one towards a mixed group.
     """
 
     share: float = 0.25
     """Largest share of the visits with a prefix, taken from those that Thompson draws skip."""
     hard: float = 0.15
     easy: float = 0.85
-    """Expected pass rates below and above which a prompt gets a prefix. `easy` above 1: head starts alone."""
+    """Expected pass rates below and above which a prompt gets a prefix."""
+    head_start: int = 3
+    handicap: int = 1
+    """Words of a prompt's first one."""
 
     def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge) -> PrefixSelector:  # type: ignore[override]
         return PrefixSelector(prompts, seed, self, judge)
@@ -129,27 +132,33 @@ class PrefixSelector(ThompsonSelector):
         if self.options.hard <= rate <= self.options.easy or key not in self.answers:
             return None
         words = self.answers[key]
-        length = self.lengths.setdefault(key, len(words) // 2)
-        prefix = " ".join(words[: min(length, len(words) - 1)])
+        length = self.lengths.setdefault(key, self.options.head_start if head_start else self.options.handicap)
+        length = min(length, len(words) - 1)
+        if length < 1:
+            return None
+        prefix = " ".join(words[:length])
         columns = {**prompt.columns, "prefix": prefix, "head_start": head_start}
-        return replace(prompt, text=f"{prompt.text} {prefix}", columns=columns) if prefix else None
+        # Another ordinal, or a visit without prefix would take these answers for drafts.
+        ordinal = (2 * length + head_start) * len(self.prompts) + prompt.ordinal
+        return replace(prompt, ordinal=ordinal, text=f"{prompt.text} {prefix}", columns=columns)
 
     def observe_group(self, group: Group) -> None:
-        rights = [self.judge.success.right(rollout) for rollout in group.siblings if rollout.reward is not None]
-        ordinal = group.prompt.ordinal
+        judged = {id(r): self.judge.success.right(r) for r in group.siblings if r.reward is not None}
+        ordinal = group.prompt.ordinal % len(self.prompts)
         if not group.prompt.columns["prefix"]:
-            for rollout, right in zip(group.siblings, rights, strict=False):
-                self.answers[ordinal, bool(right)] = rollout.text.split()
+            for rollout in group.siblings:
+                if id(rollout) in judged:
+                    self.answers[ordinal, bool(judged[id(rollout)])] = rollout.text.split()
             super().observe_group(group)
             return
         self.tried += 1
-        if any(rights) and not all(rights):
-            self.mixed += 1
+        if len(set(judged.values())) != 1:
+            self.mixed += len(judged) > 0
             return
         head_start = group.prompt.columns["head_start"]
         key = ordinal, head_start
-        change = -2 if head_start == all(rights) else 2  # a head start too easy, a handicap too hard
-        self.lengths[key] = max(self.lengths[key] + change, 1)
+        change = -1 if head_start == all(judged.values()) else 1  # a head start too easy, a handicap too hard
+        self.lengths[key] = min(max(self.lengths[key] + change, 1), len(self.answers[key]) - 1)
 
     def metrics(self) -> dict[str, float]:
         found = super().metrics() | {"prefix/visits": float(self.tried), "prefix/mixed": float(self.mixed)}

@@ -56,6 +56,7 @@ class Arm:
 
 ONE_PROCESS = ("sync=in_process", "rollout_batch=adaptive", "max_lag=1")
 REUSE = ("policy_loss=clip", "epsilon_high=0.28", "correction=none", "step_scale=ess")
+INVERSE_SQRT = ("lr_scheduler_type=inverse_sqrt", "lr_scheduler_kwargs={timescale: 50}")
 ARMS: dict[str, Arm] = {
     "base": Arm(),
     "batch-16": Arm(("prompts_per_step=16",)),
@@ -75,7 +76,7 @@ ARMS: dict[str, Arm] = {
     "no-drafts": Arm(("speculative=false",)),
     "bayes": Arm(("selector=bayes",)),
     "allocate": Arm(("group_size=allocate",)),
-    "inverse-sqrt": Arm(("lr_scheduler_type=inverse_sqrt", "lr_scheduler_kwargs={timescale: 50}"), (2e-4, 4e-4, 8e-4)),
+    "inverse-sqrt": Arm(INVERSE_SQRT, (1.5e-4, 3e-4, 6e-4)),
     "grpo": Arm(("advantage=grpo",)),
     "averaged": Arm(decay=0.9),
     "pods": Arm((f"advantage={PROTOTYPES}:Pods",)),

@@ -5,8 +5,8 @@
     python benchmarks/speedrun/run.py countdown --quick         # a first seed in ten minutes, in build/speedrun/quick
     python benchmarks/speedrun/run.py arithmetic --device cuda --quick --model DIR
 
-Rules: docs/speedrun.md. Each run is a process of its own, and sides alternate. A run leaves one JSON file; what has one
-is not run again. An interrupted run starts anew.
+Rules: docs/speedrun.md. Each run is a process of its own, and sides alternate. A run leaves one JSON file once all have
+been trained; what has one is not run again. An interrupted training starts anew, a trained run is only evaluated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ from tables import fill
 HERE = Path(__file__).resolve().parent
 Job = tuple[str, float, int]
 """Side, learning rate, seed."""
+TRAINED = "trained.json"
+"""Written once a run has been trained: what it was, load averages, commit."""
 Stage = Callable[[Spec, Path, set[int]], bool]
+"""A run, its record, and the cores to use -> whether it succeeded."""
 QUICK_GROWTH = 1.3
 DOCS = ROOT / "docs" / "speedrun.md"
 OFFICIAL, QUICK = ROOT / "benchmarks" / "results", WORK / "quick"
@@ -97,28 +100,39 @@ def make_model(track: str) -> str:
     return str(path)
 
 
+def is_trained(spec: Spec) -> bool:
+    """Whether this very run has been trained, and not yet evaluated."""
+    return bool(read_json(Path(spec.directory) / TRAINED).get("run") == _run_of(spec))
+
+
+def _run_of(spec: Spec) -> Any:
+    found = asdict(replace(spec, began=0.0)) | {"entry": asdict(spec.entry)}
+    return json.loads(json.dumps(found))
+
+
 def train(spec: Spec, record: Path, cores: set[int]) -> bool:
     """Train in a process, unless that is done. Returns whether it succeeded."""
-    directory = Path(spec.directory)
-    if (directory / RUN).exists():
+    if is_trained(spec):
         return True
+    directory = Path(spec.directory)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     before = os.getloadavg()[0]
     if not _child("sides.py", json.dumps(asdict(replace(spec, began=time.time()))), directory, cores):
         return False
-    loads = {"load_average": [before, os.getloadavg()[0]], "commit": commit()}
-    write_json(directory / RUN, read_json(directory / RUN) | loads)
+    loads = [before, os.getloadavg()[0]]
+    write_json(directory / TRAINED, {"run": _run_of(spec), "load_average": loads, "commit": commit()})
     return True
 
 
 def evaluate(spec: Spec, record: Path, cores: set[int]) -> bool:
     """Evaluate a run's models in a process, write the record, remove the models. Returns whether it succeeded."""
     directory = Path(spec.directory)
-    if not (directory / RUN).exists() or not _child("evaluation.py", spec.directory, directory, cores):
+    if not _child("evaluation.py", spec.directory, directory, cores):
         return False
-    kept = read_json(directory / RUN) | {"curve": json.loads((directory / CURVE).read_text(encoding="utf-8"))}
-    del kept["points"]
+    kept = read_json(directory / RUN) | read_json(directory / TRAINED)
+    kept["curve"] = json.loads((directory / CURVE).read_text(encoding="utf-8"))
+    del kept["points"], kept["run"]
     write_json(record, json.loads(json.dumps(kept).replace(f"{ROOT}/", "")))  # a machine's paths tell nobody anything
     shutil.rmtree(directory)
     return True
@@ -178,25 +192,28 @@ def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool, cores: 
     the side.
 
     Sides that need one core run side by side, each on its own, so that what disturbs one disturbs the other; a side
-    that needs all cores runs by itself. Models are evaluated when all runs have ended, large ones after each run.
+    that needs all cores runs by itself. Models are evaluated when all runs have ended; where runs have all cores, after
+    each run.
     """
     all_cores, track = os.sched_getaffinity(0), TRACKS[spec.track]
     free: Queue[int] = Queue()
     for core in sorted(all_cores):
         free.put(core)
 
-    def record_of(job: Job) -> Path:
+    def name_of(job: Job) -> str:
         side, rate, seed = job
-        return records / f"{side}-{rate:g}-{seed}.json"
+        return f"{side}-{rate:g}-{seed}"
+
+    def spec_of(job: Job) -> Spec:
+        side, rate, seed = job
+        return replace(spec, side=side, rate=rate, seed=seed, directory=f"{spec.directory}/{name_of(job)}")
 
     def run(stages: Sequence[Stage], job: Job) -> bool:
         side, rate, seed = job
-        record = record_of(job)
         taken = {free.get() for _ in range(cores_of(stages, job))}
         print(f"{spec.track}: {side}, rate {rate:g}, seed {seed}: {', '.join(s.__name__ for s in stages)}", flush=True)
-        of_job = replace(spec, side=side, rate=rate, seed=seed, directory=f"{spec.directory}/{record.stem}")
         try:
-            return all(stage(of_job, record, taken) for stage in stages)
+            return all(stage(spec_of(job), records / f"{name_of(job)}.json", taken) for stage in stages)
         finally:
             for core in taken:
                 free.put(core)
@@ -206,13 +223,19 @@ def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool, cores: 
             return len(all_cores)
         return min(cores or track.entries[job[0]].cores, len(all_cores)) if train in stages else 1
 
+    def has_record(job: Job) -> bool:
+        return (records / f"{name_of(job)}.json").exists()
+
     ok = True
-    wanted = [job for job in jobs if again or not record_of(job).exists()]
+    left = [job for job in jobs if again or not has_record(job) or is_trained(spec_of(job))]
     order: list[list[Stage]] = [[train, evaluate]] if track.alone else [[train], [evaluate]]
     for stages in order:
-        for needed, some in groupby(wanted, key=partial(cores_of, stages)):
+        done: list[bool] = []
+        for needed, some in groupby(left, key=partial(cores_of, stages)):
             with ThreadPoolExecutor(len(all_cores) if needed == 1 else 1) as pool:
-                ok &= all(list(pool.map(partial(run, stages), some)))
+                done += pool.map(partial(run, stages), some)
+        ok &= all(done)
+        left = [job for job, succeeded in zip(left, done, strict=True) if succeeded]
     return ok
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,30 @@ def test_what_has_a_record_is_not_run_again(tmp_path: Path, monkeypatch: pytest.
     assert len(called) == 6
 
 
+def test_a_training_that_failed_is_not_evaluated_and_one_that_was_another_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = module("run")
+    called: list[tuple[str, int]] = []
+
+    def child(script: str, argument: str, place: Path, cores: set[int]) -> bool:
+        called.append((script, int(place.name[-1])))
+        (place / "run.json").write_text(json.dumps({"points": []}), encoding="utf-8")
+        return place.name[-1] == "0" and script == "sides.py"
+
+    monkeypatch.setattr(run, "_child", child)
+    jobs = [("dapo", 2e-4, 0), ("dapo", 2e-4, 1)]
+    of = spec(directory=str(tmp_path / "runs"))
+    assert not run.run_all(jobs, of, tmp_path / "records", again=False)
+    assert sorted(called) == [("evaluation.py", 0), ("sides.py", 0), ("sides.py", 1)]
+    called.clear()
+    assert not run.run_all(jobs[:1], of, tmp_path / "records", again=False)
+    assert called == [("evaluation.py", 0)]
+    called.clear()
+    run.run_all(jobs[:1], replace(of, changes=("a=1",)), tmp_path / "records", again=False)
+    assert called == [("sides.py", 0), ("evaluation.py", 0)]
+
+
 def test_a_record_has_the_curve_and_loads_and_an_evaluation_that_failed_is_all_that_is_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +160,6 @@ def test_a_record_has_the_curve_and_loads_and_an_evaluation_that_failed_is_all_t
     monkeypatch.setattr(run, "_child", child)
     of = spec(directory=str(directory), changes=("a=1",))
     job = (of, tmp_path / "record.json", {0})
-    assert not run.evaluate(*job), "not trained yet"
     assert run.train(*job)
     assert not run.evaluate(*job)
     works["evaluation.py"] = True
@@ -145,7 +169,7 @@ def test_a_record_has_the_curve_and_loads_and_an_evaluation_that_failed_is_all_t
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert record["curve"] == points((1, 0.2))
     assert record["steps"] == 3
-    assert "points" not in record
+    assert not {"points", "run"} & record.keys()
     assert len(record["load_average"]) == 2
     assert not directory.exists(), "models go after their evaluation"
 

@@ -122,11 +122,12 @@ def test_prefixes_are_part_of_the_prompt_adapt_and_teach_no_pass_rate() -> None:
     kept = [visit.prompt for visit in selector.select(10) if visit.verdict.keep]
     begun = [prompt for prompt in kept if prompt.columns["prefix"]]
     assert (len(kept), len(begun)) == (10, 5)
-    assert begun[0].text == f"{task.train[begun[0].ordinal].text} 1 + 2 = 3"
+    ordinal = begun[0].ordinal % len(task.train)
+    assert begun[0].text == f"{task.train[ordinal].text} 1 + 2"
     rates = selector.right_N.copy()
-    for rewards, words in (([1.0] * 8, 3), ([0.0] * 8, 5), ([1.0, *[0.0] * 7], 5)):
+    for rewards, words in (([1.0] * 8, 2), ([0.0] * 8, 3), ([1.0, *[0.0] * 7], 3), ([None] * 8, 3)):
         observe(begun[0], rewards)
-        assert selector.lengths[begun[0].ordinal, True] == words
+        assert selector.lengths[ordinal, True] == words
     assert (selector.right_N == rates).all()
     whole = whole_answer_reward([" , 3 * 4 = 12", "= 12"], [[1, 2, 4]] * 2, [12] * 2, ["steps"] * 2, ["1 + 2 = 3"] * 2)
     assert whole == [1.0, 0.0]

@@ -41,7 +41,7 @@ def noise_key(*words: int, key: int = 0) -> int:
 
 @lru_cache(1 << 12)
 def _mixed(word: int) -> int:
-    """Apply `mix`; numbers of siblings, turns and streams come again and again."""
+    """Apply `mix`, cached: numbers of siblings, turns and streams come again and again."""
     return mix(word & _MASK)
 
 

@@ -108,7 +108,7 @@ class Predictions:
 
     def __init__(self) -> None:
         self._groups: list[tuple[float, float, int, bool]] = []
-        """Posterior before a group, rewards of the group, and whether it was mixed."""
+        """Of each group a and b before it, how many rewards it has, and whether it was mixed."""
 
     def add(self, group: Group, a: float, b: float, judge: GroupJudge, probe: int | None = None) -> None:
         """Compare a finished group with the posterior before it, Beta(a, b).

@@ -21,9 +21,8 @@ from ..group_kind import BY_REWARDS, GroupJudge
 from ..posterior import Predictions, charts, counts
 from .stream import SELECT_STREAM, StreamSelector, StreamState
 
-
 SETS = 32
-"""Sets of candidates whose rates are drawn at once: a generator of random numbers takes longer to make than a set."""
+"""Sets of candidates whose rates are drawn at once: making a generator takes longer than drawing a set's rates."""
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -80,15 +79,15 @@ class ThompsonSelector(StreamSelector):
         for first in range(first_set, stop, n):
             if self.kept_at >= begun + first:
                 continue
-            seen = max(first, start)  # candidates before it were passed by an earlier call, when another was nearer
-            chosen = seen + int(distance[seen - first_set : first + n - first_set].argmin())
+            left = max(first, start)  # candidates before it were passed by an earlier call, when another was nearer
+            chosen = left + int(distance[left - first_set : first + n - first_set].argmin())
             if chosen < stop:
                 keeps_N[chosen - start] = True
         return keeps_N
 
     def _distances(self, first: int, stop: int, epoch: int) -> np.ndarray:
-        """Return how far drawn rates are from the target, from place `first` of the epoch's order to the end of the set
-        of `stop`. Whole blocks of sets are drawn, so that a draw does not depend on what is asked for."""
+        """Return how far drawn rates are from the target, from place `first` of the epoch's order to `stop` and the end
+        of its block of sets. A block is always drawn as a whole, however much of it is asked for."""
         size = self.options.candidates * SETS
         drawn = []
         for block in range(first - first % size, stop, size):
