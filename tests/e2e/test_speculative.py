@@ -48,6 +48,7 @@ def test_a_run_is_the_one_without_drafts(tiny_config: dict[str, Any], tmp_path: 
         assert tensor == pytest.approx(weights[1][name], abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_later_turns_have_drafts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent of two turns, which forgets its history in some rollouts, with all drafts and with those of turn one."""
     config = agent_config(save_chat_model(tmp_path / "model"), tmp_path) | {

@@ -67,6 +67,7 @@ def test_kill_at_every_hit(config: dict[str, Any], undisturbed: dict) -> None:
         assert_recovers(config, hit, undisturbed["fingerprint"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.exhaustive)])
 def test_killed_at_random_moments(config: dict[str, Any], kills: int) -> None:
     """Some steps and a random fraction of a step after each restart, with checkpoints only every third step."""

@@ -10,6 +10,7 @@ import pytest
 from .soak import Process, Trial, count, soak, totals
 
 
+@pytest.mark.slow
 def test_a_few_trials(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert all("problem" not in line for line in soak(log, faults=2, hours=1))

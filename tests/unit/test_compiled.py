@@ -114,7 +114,8 @@ def learner_of(*, lora: bool = False, reference: bool = False, **options: Any) -
     return LocalLearner(model, TokenDistribution(VOCAB, temperature=0.7), LearnerOptions(**options), kept)
 
 
-@pytest.mark.parametrize("name", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in list(KINDS)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(KINDS))
 def test_a_compiled_update_computes_the_same(
     name: str,
     traced: None,
