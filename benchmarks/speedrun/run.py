@@ -6,7 +6,7 @@
     python benchmarks/speedrun/run.py arithmetic --device cuda --quick --model DIR
 
 Rules: docs/speedrun.md. Each run is a process of its own, and sides alternate. A run leaves one JSON file once all have
-been trained; what has one is not run again. An interrupted training starts anew, a trained run is only evaluated.
+been trained; what has one is not run again. An interrupted training begins again; a trained run is only evaluated.
 """
 
 from __future__ import annotations
