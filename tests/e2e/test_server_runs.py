@@ -46,7 +46,7 @@ def test_a_run_and_its_resume(config: dict[str, Any], server: StandIn) -> None:
     assert len(lags(run)) == 5 * 16
     rows = [row for row in metrics_of(run) if "updated" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert min(row["ess_ratio/with_gradient"] for row in rows) > 0.5
+    assert min(row["ess_ratio/with_gradient"] for row in rows if row["updated"]) > 0.5
     assert sum(row["sampler/restarts"] for row in rows) == 0
     assert "eval/pass@1" in (run / "metrics.jsonl").read_text()
     assert len(first) == 1, "one run, one name of its weights"
@@ -83,7 +83,9 @@ def test_losses_corrections_and_sizes(config: dict[str, Any], methods: dict[str,
     run = Path(config["output_dir"])
     assert_clean(run)
     assert max(lags(run)) <= max_lag
-    assert sum(row["updated"] for row in metrics_of(run) if "updated" in row) == 4
+    rows = [row for row in metrics_of(run) if "updated" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert sum(row["updated"] for row in rows) >= 3, "the reward is a coin: now and then all groups of a step agree"
 
 
 @pytest.mark.slow
