@@ -75,6 +75,7 @@ ARMS: dict[str, Arm] = {
     "entropy": Arm(("entropy_coef=0.003",)),
     "no-drafts": Arm(("speculative=false",)),
     "bayes": Arm(("selector=bayes",)),
+    "thompson-16": Arm(("selector={name: thompson, candidates: 16}",)),
     "allocate": Arm(("group_size=allocate",)),
     "inverse-sqrt": Arm(INVERSE_SQRT, (1.5e-4, 3e-4, 6e-4)),
     "grpo": Arm(("advantage=grpo",)),
