@@ -34,7 +34,7 @@ from .reuse import Reuse, UsedState
 from .rollout.in_flight import reward_truncated
 from .sampler.base import GroupSource
 from .sampler.buffer import Buffer, oldest_version
-from .sampler.codec import Prompts, group_from, group_state, require_possible, visit_from, visit_state
+from .sampler.codec import Prompts, group_state, saved_groups, visit_from, visit_state
 from .sampler.drafts import Drafts, DraftsState
 from .sampler.scheduling import Pace
 from .types import Fate, Group, Purpose, Visit
@@ -77,7 +77,6 @@ class LoopState(CollectorState):
     step_scale: dict[str, Any]
 
 
-_GROUPS: TypeAdapter[list[Group]] = TypeAdapter(list[Group], config=STRICT)
 _VISITS: TypeAdapter[list[Visit]] = TypeAdapter(list[Visit], config=STRICT)
 
 
@@ -126,12 +125,12 @@ class Collector:
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
-    def collect(self, step: int) -> Batch:
+    def collect(self, step: int, *, land: bool = False) -> Batch:
         """Return the batch for the optimizer step from version `step`; empty when no progress is possible."""
         self.tally = Tally(self.judge)
         again = self._again(step)
         self.buffer.wanted = self.buffer.prompts_per_step - len(again)
-        finished = self.fill(step)
+        finished = self.fill(step, land=land)
         with self.clock.phase("generate"):
             groups, stale, surplus = self.buffer.take(step)
             self._book_stale(step, stale)
@@ -141,13 +140,27 @@ class Collector:
             self.totals.add(self.tally)
         return Batch(groups, finished, again)
 
-    def fill(self, step: int) -> list[Group]:
-        """Run groups until a batch is full, at once if it is; return those that finished.
-
-        The loop calls it ahead, too, for the next batch while the update of `step` runs.
+    def fill(self, step: int, *, ahead: bool = False, land: bool = False) -> list[Group]:
+        """Run groups until a batch is full, at once if it is, and with `land` until nothing is in flight; return those
+        that finished. The loop calls it `ahead`, too, for the next batch while the update of `step` runs.
         """
+        finished: list[Group] = []
+        trained_at = step + ahead
+        if ahead:
+            self.buffer.wanted = self.pace.next_wanted()
         with self.clock.phase_of_parts("generate", self.sampler.spent):
-            return self._fill(step)
+            self._stop_conditions.begin_step()
+            self._exhausted = False
+            self._book_stale(step, self.buffer.expire(trained_at))
+            while True:
+                if self.stop is None:
+                    self._launch(step, trained_at)
+                if self._ready(trained_at):
+                    break
+                finished += self._poll(step)
+            while land and self.sampler.pending:
+                finished += self._poll(step)
+        return finished
 
     def _again(self, step: int) -> list[Group]:
         """Return the groups that take the place of new ones; book the rollouts of their audit."""
@@ -215,29 +228,22 @@ class Collector:
 
     # ---- collecting ----------------------------------------------------------------------------------------------
 
-    def _fill(self, step: int) -> list[Group]:
-        finished: list[Group] = []
-        self._stop_conditions.begin_step()
-        self._exhausted = False
-        self._book_stale(step, self.buffer.expire(step))
-        while True:
-            if self.stop is None:
-                self._launch(step)
-            if self._ready(step):
-                return finished
-            for group in map(self._with_probe, self.sampler.poll()):
-                self.judge.success.observe(group.rollouts)
-                if not self._continue(group):
-                    finished.append(group)
-                    self._take(step, group)
+    def _poll(self, step: int) -> list[Group]:
+        finished = []
+        for group in map(self._with_probe, self.sampler.poll()):
+            self.judge.success.observe(group.rollouts)
+            if not self._continue(group):
+                finished.append(group)
+                self._take(step, group)
+        return finished
 
     def _ready(self, step: int) -> bool:
         """Return whether to train now; a stopping run takes the groups in flight first."""
         return self.pace.ready(step) if self.stop is None else not self.sampler.pending
 
-    def _launch(self, step: int) -> None:
+    def _launch(self, step: int, trained_at: int) -> None:
         in_flight = self.sampler.pending
-        n = self.pace.room(step, self.limits.max_steps - step, self.tally.zero_share())
+        n = self.pace.room(trained_at, self.limits.max_steps - trained_at, self.tally.zero_share())
         if n <= 0 or (self._exhausted and in_flight):
             return
         self.stop = self._stop_conditions.of_refill(step)
@@ -353,13 +359,13 @@ class Collector:
         if not self.judge.success.declared:
             self.judge.success.undecided = self.judge.success.undecided or saved.undecided
         with at("waiting"):
-            for group in self._groups_of(saved.waiting):
+            for group in saved_groups(saved.waiting, self.prompts):
                 self.buffer.add(group)
         with at("probes"):
-            self._probes = {probe.visit.number: probe for probe in self._groups_of(saved.probes)}
+            self._probes = {probe.visit.number: probe for probe in saved_groups(saved.probes, self.prompts)}
         if self.reuse is not None and saved.reuse is not None:
             with at("reuse"):
-                groups = self._groups_of([used.group for used in saved.reuse])
+                groups = saved_groups([used.group for used in saved.reuse], self.prompts)
                 self.reuse.load(groups, [used.uses for used in saved.reuse])
         self.drafts.load(saved.drafts)
         self.buffer.spent = saved.spent
@@ -372,14 +378,6 @@ class Collector:
         for name, gate in self.gates.items():
             with at(f"gates.{name}"):
                 load_with_audit(gate, self.audits.stops.get(name), saved.gates[name])
-
-    def _groups_of(self, states: Sequence[Mapping[str, Any]]) -> list[Group]:
-        """Decode groups of a checkpoint. Raises ValueError on one that no run can have sampled."""
-        groups = [group_from(state, self.prompts) for state in states]
-        _GROUPS.validate_python(groups)
-        for group in groups:
-            require_possible(group)
-        return groups
 
     def kept_groups(self) -> list[Group]:
         """Return the finished groups that may still be trained."""

@@ -41,6 +41,8 @@ class Hooks:
     save: Callable[[int, bool], None]
     """`save(step, force)`: on its own schedule, or now."""
     should_stop: Callable[[], bool]
+    saves: Callable[[int], bool] = lambda step: False
+    """Whether a checkpoint is due after so many steps: nothing is then in flight, so that a resume repeats the run."""
     begin: Callable[[int], None] = lambda step: None
     """Before a step selects its prompts."""
     warn: Callable[[int, str], None] = lambda step, message: None
@@ -87,10 +89,11 @@ class Loop:
     def one_step(self) -> None:
         """Collect a batch, update, publish, evaluate, record."""
         self.hooks.begin(self.step)
-        batch = self.collector.collect(self.step)
+        land = self.hooks.saves(self.step + 1)
+        batch = self.collector.collect(self.step, land=land and not self.overlap)
         if not batch.groups and self.collector.stop is not None:
             return  # nothing to train on: this is not a step
-        update = self._update_meanwhile(batch) if self.overlap else self._update(batch)
+        update = self._update_meanwhile(batch, land) if self.overlap else self._update(batch)
         self._complete(batch, update)
 
     def _update(self, batch: Batch) -> dict[str, float]:
@@ -98,13 +101,13 @@ class Loop:
             self.sampler.make_room()
             return self.optimizer_step(batch.trained_on, self.step)
 
-    def _update_meanwhile(self, batch: Batch) -> dict[str, float]:
+    def _update_meanwhile(self, batch: Batch, land: bool) -> dict[str, float]:
         """Update on a batch while the next is collected, whatever is asked meanwhile: a resume finds it collected."""
         clock = self.collector.clock
         update = self._updates.submit(self.optimizer_step, batch.trained_on, self.step)
         try:
             if self.step + 1 < self.collector.limits.max_steps:
-                batch.finished.extend(self.collector.fill(self.step))
+                batch.finished.extend(self.collector.fill(self.step, ahead=True, land=land))
         finally:
             with clock.phase("update"):
                 wait([update])

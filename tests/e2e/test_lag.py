@@ -12,11 +12,12 @@ import pytest
 
 from winnow import Trainer
 from winnow.base.noise import noise_key
+from winnow.collect import Collector
 from winnow.learner.step import OptimizerStep
 from winnow.rollout.evaluate import evaluate
 from winnow.sampler.in_process import LAG_STREAM, WEIGHTS_FOLDER, InProcessSampler
 
-from ..builders.runs import assert_clean, fingerprint, metrics_of, train
+from ..builders.runs import assert_clean, fingerprint, lags, metrics_of, resume_after_each, train
 from ..parity import parity_reward
 
 STEPS = 6
@@ -146,3 +147,49 @@ def test_a_failed_update_ends_an_overlapped_run(tiny_config: dict[str, Any], mon
     monkeypatch.setattr(OptimizerStep, "__call__", failing)
     with pytest.raises(FloatingPointError, match="the loss is not finite"):
         train(tiny_config | OVERLAP)
+
+
+CONTINUOUS = {"max_lag": 2, "max_steps": STEPS, "filter": "zero_variance", "max_completion_length": 24, "save_steps": 3}
+CONTINUOUS |= {"sync": {"name": "in_process", "lag": "continuous"}, "engine": {"name": "local", "slots": 10}}
+AT_ONCE = CONTINUOUS | {"sync": CONTINUOUS["sync"] | {"overlap": True}}  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("options", [CONTINUOUS, AT_ONCE], ids=["in turn", "overlapped"])
+def test_rollouts_go_on_across_updates(tiny_config: dict[str, Any], tmp_path: Path, options: dict[str, Any]) -> None:
+    """With the new weights, within the lag bound; the run repeats, and resumes bit for bit where a save was due."""
+    whole = tmp_path / "whole"
+    train(tiny_config | options | {"output_dir": str(whole)})
+    assert_clean(whole)
+    assert 0 < max(lags(whole)) <= 2
+    with sqlite3.connect(whole / "ledger.sqlite") as db:
+        spanning = db.execute("SELECT COUNT(*) FROM rollouts WHERE first_version < last_version").fetchone()[0]
+    assert spanning > 0
+    part = resume_after_each(tiny_config | options | {"output_dir": str(tmp_path / "part")}, [3])
+    assert fingerprint(part) == fingerprint(whole)
+    assert_clean(part)
+
+
+@pytest.mark.parametrize("options", [CONTINUOUS, AT_ONCE], ids=["in turn", "overlapped"])
+def test_what_is_in_flight_when_a_run_stops_is_launched_again(
+    tiny_config: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[int] = []
+    relaunch = Collector.relaunch
+
+    def noting(self: Collector, in_flight: Any) -> None:
+        launched.append(len(in_flight))
+        relaunch(self, in_flight)
+
+    monkeypatch.setattr(Collector, "relaunch", noting)
+    run = resume_after_each(tiny_config | options | {"save_steps": 100}, [2])
+    assert launched[0] > 0
+    assert max(lags(run)) <= 2
+    assert_clean(run)
+
+
+def test_an_evaluation_waits_for_the_rollouts_in_flight(tiny_config: dict[str, Any]) -> None:
+    train(tiny_config | CONTINUOUS | {"eval_steps": 1, "reuse": {"updates": 2, "audit": 0.5}, "correction": "truncate"})
+    run = Path(tiny_config["output_dir"])
+    assert [row["step"] for row in metrics_of(run) if "eval/pass@1" in row] == list(range(STEPS + 1))
+    assert max(lags(run)) <= 2
+    assert_clean(run)

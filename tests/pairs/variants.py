@@ -70,6 +70,7 @@ VALUES: dict[tuple[str, str], list[Settings]] = {
     ("correction", "mask"): [{"level": "geometric", "low": 0.9, "high": None, "only_negative": True, "weigh": False}],
     ("step_scale", "ess"): [{"reference": "measured"}],
     ("engine", "local"): [{"slots": 3}],
+    ("sync", "in_process"): [{"lag": "continuous", "overlap": True}],
 }
 """By field and name: further variants of a method. A literal or switch needs no entry, unless it needs others."""
 

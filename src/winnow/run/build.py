@@ -205,11 +205,13 @@ def build_sampler(r: Resolved, context: SamplerContext) -> Sampler:
     """Build the sampler. Raises ConfigError when options do nothing, or contradict others."""
     c, options = r.config, r.options.sync
     if r.options.asynchronous and c.changed(("rollout_batch",)):
+        sync = name_of(c.sync) if r.options.own_engines else "lag: continuous"
         raise ConfigError(
-            f"rollout_batch: has no effect with sync: {name_of(c.sync)}, which starts groups as soon as they can "
+            f"rollout_batch: has no effect with sync: {sync}, which starts groups as soon as they can "
             "still be trained within max_lag; remove it"
         )
-    if not (r.options.asynchronous or r.options.overlap or context.behind) and c.changed(("sync",)):
+    lags = context.behind > 0 or r.options.overlap or r.options.own_engines
+    if not lags and c.changed(("sync",)):
         raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
     if isinstance(options, PoolOptions) and options.timeout_s <= c.reward_timeout_s:
         raise ConfigError(

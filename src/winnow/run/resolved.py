@@ -59,8 +59,8 @@ class Options:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether samplers go on while the learner updates."""
-        return "asynchronous" in self.sync.provides
+        """Whether groups are in flight from one step to the next."""
+        return "asynchronous" in self.sync.provides or getattr(self.sync, "continuous", False)
 
     @property
     def overlap(self) -> bool:

@@ -173,6 +173,7 @@ class Session:
             profile=self._profile,
             record=self._record,
             save=self._save_if_due,
+            saves=lambda step: step % self.config.save_steps == 0,
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
             warn=self._warn,
         )
@@ -373,8 +374,7 @@ class Session:
         self._callbacks.state.epoch = step * self.config.prompts_per_step / len(self.parts.task.train)
 
     def _notify(self, event: str, **kwargs: Any) -> None:
-        model = getattr(self.parts.learner, "model", None)
-        optimizer = getattr(self.parts.learner, "optimizer", None)
+        model, optimizer = (getattr(self.parts.learner, name, None) for name in ("model", "optimizer"))
         self._callbacks.call(event, model=model, optimizer=optimizer, processing_class=self.parts.tokenizer, **kwargs)
 
     def _totals(self) -> dict[str, float]:

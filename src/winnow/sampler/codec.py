@@ -8,8 +8,10 @@ from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from ..base.array_json import pack, pack_all, unpack, unpack_all
+from ..base.state import STRICT
 from ..env.base import Task
 from ..env.prompt_store import StoredPrompts
 from ..types import (
@@ -43,6 +45,8 @@ _PLAIN = tuple(
 _KEYS = {"override_probability": "overridden", "num_reused_tokens": "spared", "later_segments": "later"}
 """Field -> its key in checkpoints, where it is another."""
 _FIELDS = {key: field for field, key in _KEYS.items()}
+
+_GROUPS: TypeAdapter[list[Group]] = TypeAdapter(list[Group], config=STRICT)
 
 
 def prompts_of(task: Task) -> dict[Purpose, Prompts]:
@@ -104,7 +108,16 @@ def group_from(state: Mapping[str, Any], prompts: Mapping[Purpose, Prompts]) -> 
     return Group(visit, rollouts, decisions, state["purpose"])
 
 
-def require_possible(group: Group) -> None:
+def saved_groups(states: Sequence[Mapping[str, Any]], prompts: Mapping[Purpose, Prompts]) -> list[Group]:
+    """Decode groups of a checkpoint. Raises ValueError on one that no run can have sampled."""
+    groups = [group_from(state, prompts) for state in states]
+    _GROUPS.validate_python(groups)
+    for group in groups:
+        _require_possible(group)
+    return groups
+
+
+def _require_possible(group: Group) -> None:
     """Raise ValueError for a group that no run can have sampled."""
     for rollout in group.rollouts:
         if not np.isfinite(rollout.sampler_logp).all():

@@ -1,6 +1,7 @@
 """Sampler in the learner's process: takes turns with the learner, on its weights or those of some steps ago.
 
-With `overlap` they run at the same time: the loop collects a batch while it updates on the one before.
+With `overlap` they run at the same time: the loop collects a batch while it updates on the one before. With
+`lag: continuous` rollouts stay in flight across updates.
 
 Everything is a function of the seed, so a run repeats and resumes bit for bit, also with a lag.
 """
@@ -33,9 +34,10 @@ WEIGHTS_FOLDER = "sampler-weights"
 class InProcess:
     """One process: synchronous with max_lag 0, else deterministically behind the learner."""
 
-    lag: Literal["exact", "mixed"] = "exact"
+    lag: Literal["exact", "mixed", "continuous"] = "exact"
     """`exact`: sample with the weights of `max_lag` steps ago (of the start, in the first steps). `mixed`: of 0 to
-    `max_lag` steps ago, drawn per group, so that a batch mixes ages."""
+    `max_lag` steps ago, drawn per group, so that a batch mixes ages. `continuous`: with the newest; as many groups as
+    `max_lag` allows stay in flight across updates, and their rollouts go on with the new weights (PipelineRL)."""
     overlap: bool = False
     """Collect the next batch while the update runs, on another core: one step off policy. It is part of `max_lag`."""
 
@@ -43,7 +45,12 @@ class InProcess:
 
     def build(self, context: SamplerContext) -> InProcessSampler:
         assert context.runner is not None
-        return InProcessSampler(context.runner, context.behind, self.lag == "mixed", context.seed)
+        behind = 0 if self.lag == "continuous" else context.behind
+        return InProcessSampler(context.runner, behind, self.lag == "mixed", context.seed)
+
+    @property
+    def continuous(self) -> bool:
+        return self.lag == "continuous"
 
 
 class InProcessSampler(Sampler):
@@ -59,6 +66,9 @@ class InProcessSampler(Sampler):
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
         self._waiting: dict[int, list[Job]] = {}
         """Jobs for other weights than the engine's, by version; the engine holds one version at a time."""
+        self._landed: list[Group] = []
+        """Training groups that ended before a job of another purpose could run."""
+        self._failed = False
 
     @property
     def version(self) -> int:
@@ -70,7 +80,7 @@ class InProcessSampler(Sampler):
 
     @property
     def pending(self) -> int:
-        return self.runner.pending + sum(len(jobs) for jobs in self._waiting.values())
+        return len(self._landed) + self.runner.pending + sum(len(jobs) for jobs in self._waiting.values())
 
     def launch(self, job: Job) -> None:
         version = self._version_for(job)
@@ -80,17 +90,29 @@ class InProcessSampler(Sampler):
             self._waiting.setdefault(version, []).append(job)
 
     def poll(self) -> list[Group]:
+        if self._landed:
+            groups, self._landed = self._landed, []
+            return groups
         if self._waiting and not self.runner.pending:
             version = min(self._waiting)
             self._use(version)
             for job in self._waiting.pop(version):
                 self.runner.launch(job)
-        return self.runner.poll()
+        return self._poll()
+
+    def _poll(self) -> list[Group]:
+        try:
+            return self.runner.poll()
+        except BaseException:
+            self._failed = True
+            raise
 
     def spent(self) -> dict[str, float]:
         return {"waiting": 0.0} | self.runner.spent()
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
+        while self.runner.pending:
+            self._landed += self._poll()
         used = self.engine.version
         if used == self._newest:
             return run_jobs(self.runner, jobs)
@@ -141,4 +163,6 @@ class InProcessSampler(Sampler):
         self._kept = {int(file.stem): load_file(file) for file in files}
 
     def close(self) -> list[Group]:
-        return []
+        in_flight = [] if self._failed else self.runner.abandon()  # an engine that failed has no tokens to give
+        groups, self._landed = [*self._landed, *in_flight], []
+        return groups

@@ -27,6 +27,10 @@ class SyncPace:
         """Whether to train now."""
         return not self._sampler.pending
 
+    def next_wanted(self) -> int:
+        """Return how many new groups to collect for the batch after the current one, before it is known."""
+        return self._buffer.wanted
+
     def can_checkpoint(self) -> bool:
         """Whether a checkpoint may be taken now."""
         return not self._sampler.pending
@@ -46,6 +50,10 @@ class AsyncPace:
 
     def ready(self, step: int) -> bool:
         return self._buffer.ready(step)
+
+    def next_wanted(self) -> int:
+        """The fewest: with more, some could not be trained in time."""
+        return self._buffer.fewest
 
     def can_checkpoint(self) -> bool:
         """Always true: what is in flight is part of a checkpoint."""
