@@ -25,6 +25,8 @@ FASTEST = (
 """`families.tuned.SHARED_TWICE`."""
 AHEAD = ("sync={name: in_process, overlap: true}", "max_lag=2")
 """The update runs on the second core while the next batch is generated."""
+CONTINUOUS = ("sync={name: in_process, overlap: true, lag: continuous}", "max_lag=4", "rollout_batch=exact")
+"""Rollouts go on across updates too, so that decode steps have more rows. It does not pay for 24 tokens."""
 ONE_ROUND = ("rollout_batch={name: adaptive, size: 80}",)
 """Two and a half batches of 32, as about half of the groups have no signal: one round of decode steps, not three."""
 SIDES = ("trl", "trl-winnow", "dapo", "fastest")
@@ -133,7 +135,7 @@ TRACKS = {
         cap_s=900,
         entries={
             **same_rates((1e-4, 2e-4, 4e-4), 60, "chain-sum-arrol", *DAPO),
-            "fastest": Entry((5e-5, 1e-4, 2e-4), 240, "chain-sum-thrifty", AHEAD, cores=2),
+            "fastest": Entry((5e-5, 1e-4, 2e-4), 240, "chain-sum-thrifty", (*CONTINUOUS, "reuse=null"), cores=2),
         },
         warm_start={"max_steps": 900, "batch_size": 32},
         growth=1.15,

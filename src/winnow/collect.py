@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import PositiveInt, TypeAdapter
+from pydantic import Field, PositiveInt, TypeAdapter
 
 from .base.failpoint import failpoint
 from .base.seconds import RunClock
@@ -60,6 +60,7 @@ class CollectorState(TokenState):
     waiting: list[dict[str, Any]]
     spent: Count
     in_flight: list[Annotated[tuple[list[Any], PositiveInt], Loose]]
+    polled: list[Count] = Field(default_factory=list)
     probes: list[dict[str, Any]]
     selector: dict[str, Any]
     group_size: dict[str, Any]
@@ -146,8 +147,7 @@ class Collector:
         """
         finished: list[Group] = []
         trained_at = step + ahead
-        if ahead:
-            self.buffer.wanted = self.pace.next_wanted()
+        self.pace.begin_fill(ahead=ahead)
         with self.clock.phase_of_parts("generate", self.sampler.spent):
             self._stop_conditions.begin_step()
             self._exhausted = False
@@ -155,8 +155,9 @@ class Collector:
             while True:
                 if self.stop is None:
                     self._launch(step, trained_at)
-                if self._ready(trained_at):
+                if self._ready(trained_at) and not self.pace.goes_on():
                     break
+                self.pace.count_poll()
                 finished += self._poll(step)
             while land and self.sampler.pending:
                 finished += self._poll(step)
@@ -340,6 +341,7 @@ class Collector:
             "undecided": self.judge.success.undecided,
             "waiting": [group_state(group) for group in self.buffer.groups],
             "spent": self.buffer.spent,
+            "polled": self.pace.polled,
             "probes": [group_state(probe) for probe in self._probes.values()],
             "in_flight": [[visit_state(flight.visit), flight.size] for flight in self.buffer.in_flight],
             "selector": state_with_audit(self.selector, self.audits.skips),
@@ -368,7 +370,7 @@ class Collector:
                 groups = saved_groups([used.group for used in saved.reuse], self.prompts)
                 self.reuse.load(groups, [used.uses for used in saved.reuse])
         self.drafts.load(saved.drafts)
-        self.buffer.spent = saved.spent
+        self.buffer.spent, self.pace.polled = saved.spent, saved.polled
         with at("selector"):
             load_with_audit(self.selector, self.audits.skips, saved.selector)
         with at("group_size"):

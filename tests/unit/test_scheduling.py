@@ -9,6 +9,7 @@ import pytest
 
 from winnow.sampler import buffer as buffer_module
 from winnow.sampler.buffer import Buffer
+from winnow.sampler.scheduling import AsyncPace
 from winnow.types import Group, Prompt, Rollout, Visit
 
 from ..builders.buffers import oldest
@@ -183,3 +184,68 @@ def test_a_poll_reads_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer.take(4)
     buffer.expire(4)
     assert len(reads) == 32
+
+
+class InTurn:
+    """Learner and sampler of one process: the batch of the next step is collected ahead; groups stay in flight."""
+
+    def __init__(self, seed: int, fewest: int, max_lag: int, lifetimes: tuple[int, int], drop: float) -> None:
+        self.random, self.lifetimes, self.drop = random.Random(seed), lifetimes, drop
+        self.buffer = Buffer(8, max_lag, carry=True)
+        self.buffer.fewest = fewest
+        self.pace = AsyncPace(self.buffer, self)  # type: ignore[arg-type]
+        self.version = self.visits = 0
+        self.flying: list[tuple[int, Group]] = []
+        self.lags: list[int] = []
+        self.polls_ahead: list[int] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self.flying)
+
+    def fill(self, step: int, *, ahead: bool) -> int:
+        """As the collector does; the number of polls."""
+        self.pace.begin_fill(ahead=ahead)
+        for polls in range(1000):
+            for _ in range(self.pace.room(step + ahead, 100, None)):
+                visit = Visit(self.visits, 0, PROMPT)
+                self.visits += 1
+                self.buffer.launched(visit, 1, self.version)
+                self.flying.append((self.random.randint(*self.lifetimes), finished(visit, [self.version])))
+            if self.pace.ready(step + ahead) and not self.pace.goes_on():
+                return polls
+            self.pace.count_poll()
+            self.flying = [(left - 1, group) for left, group in self.flying]
+            while self.flying and self.flying[0][0] <= 0:  # in the order of launch
+                group = self.flying.pop(0)[1]
+                self.buffer.landed(group)
+                if self.random.random() >= self.drop:
+                    self.buffer.add(group)
+        pytest.fail(f"step {step}: it polls for ever")
+
+    def run(self, steps: int) -> None:
+        for step in range(steps):
+            self.buffer.wanted = self.random.randint(self.buffer.fewest, 8)
+            self.fill(step, ahead=False)
+            batch, stale, _ = self.buffer.take(step)
+            assert not stale
+            self.lags += [step - int(group.rollouts[0].versions[0]) for group in batch]
+            self.polls_ahead.append(self.fill(step, ahead=True))
+            self.version = step + 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_collected_ahead_is_trained_in_time(seed: int) -> None:
+    """Also where the next batch wants fewer groups than was thought."""
+    max_lag = 1 + seed % 5
+    run = InTurn(seed, fewest=(2, 4, 8)[seed % 3], max_lag=max_lag, lifetimes=(3, 40), drop=seed % 4 / 5)
+    run.run(60)
+    assert max(run.lags) <= max_lag
+
+
+def test_every_update_has_generation_beside_it() -> None:
+    """Although all groups that are in flight end at the same time."""
+    run = InTurn(0, fewest=8, max_lag=4, lifetimes=(40, 40), drop=0.0)
+    run.run(60)
+    assert min(run.polls_ahead[10:]) >= 4
+    assert sum(run.polls_ahead[10:]) / 50 <= 14, "a group takes 40 polls, and 4 batches of groups may be in flight"

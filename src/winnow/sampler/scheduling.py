@@ -10,38 +10,70 @@ from .base import GroupSource
 from .buffer import Buffer
 
 
-class SyncPace:
-    """Sampler and learner take turns: start as many groups as the batch still needs, and wait for all."""
+class Pace:
+    """What a pace of generation decides, with defaults of what only some need."""
 
-    def __init__(self, buffer: Buffer, sampler: GroupSource, rollout_batch: RolloutBatch) -> None:
-        self._buffer, self._sampler, self._rollout_batch = buffer, sampler, rollout_batch
+    def __init__(self, buffer: Buffer, sampler: GroupSource) -> None:
+        self._buffer, self._sampler = buffer, sampler
+        self.polled: list[int] = []
+        """Groups in flight, summed over the polls of each of the last steps that were collected ahead."""
+
+    def begin_fill(self, *, ahead: bool) -> None:
+        """Begin to collect a batch; `ahead`: the one after the current step's."""
 
     def room(self, step: int, steps_left: int, zero_share: float | None) -> int:
         """Return how many groups to start now for the optimizer step from version `step`; `steps_left` includes it.
 
         `zero_share`: share of groups without signal among those judged in this step; None before the first.
         """
-        return self._rollout_batch.next(self._buffer.missing, self._sampler.pending, zero_share)
+        raise NotImplementedError
 
     def ready(self, step: int) -> bool:
         """Whether to train now."""
-        return not self._sampler.pending
+        raise NotImplementedError
 
-    def next_wanted(self) -> int:
-        """Return how many new groups to collect for the batch after the current one, before it is known."""
-        return self._buffer.wanted
+    def goes_on(self) -> bool:
+        """Whether to poll on although the batch is ready."""
+        return False
+
+    def count_poll(self) -> None:
+        """Called before each poll."""
 
     def can_checkpoint(self) -> bool:
         """Whether a checkpoint may be taken now."""
+        return True
+
+
+class SyncPace(Pace):
+    """Sampler and learner take turns: start as many groups as the batch still needs, and wait for all."""
+
+    def __init__(self, buffer: Buffer, sampler: GroupSource, rollout_batch: RolloutBatch) -> None:
+        super().__init__(buffer, sampler)
+        self._rollout_batch = rollout_batch
+
+    def room(self, step: int, steps_left: int, zero_share: float | None) -> int:
+        return self._rollout_batch.next(self._buffer.missing, self._sampler.pending, zero_share)
+
+    def ready(self, step: int) -> bool:
+        return not self._sampler.pending
+
+    def can_checkpoint(self) -> bool:
         return not self._sampler.pending
 
 
-class AsyncPace:
-    """The sampler continues during updates. A group starts, or a batch is taken, only if everything in flight or
-    waiting can then still be trained within the lag bound, a batch per step."""
+class AsyncPace(Pace):
+    """Groups stay in flight during updates, and are part of a checkpoint. One starts, or a batch is taken, only if
+    everything in flight or waiting can then still be trained within the lag bound, a batch per step."""
 
-    def __init__(self, buffer: Buffer, sampler: GroupSource) -> None:
-        self._buffer, self._sampler = buffer, sampler
+    _polls = _least = 0
+
+    def begin_fill(self, *, ahead: bool) -> None:
+        self._polls = self._least = 0
+        if ahead:
+            buffer, steps = self._buffer, self._buffer.max_lag + 1
+            buffer.wanted = buffer.fewest  # with more, some could not be trained in time
+            self._least = sum(self.polled) // (steps * buffer.fewest * buffer.max_lag)
+            self.polled = [*self.polled, 0][-steps:]
 
     def room(self, step: int, steps_left: int, zero_share: float | None) -> int:
         buffer = self._buffer
@@ -51,13 +83,14 @@ class AsyncPace:
     def ready(self, step: int) -> bool:
         return self._buffer.ready(step)
 
-    def next_wanted(self) -> int:
-        """The fewest: with more, some could not be trained in time."""
-        return self._buffer.fewest
+    def goes_on(self) -> bool:
+        """Ahead, so that every update has generation beside it, although groups end in bursts that fill many batches.
 
-    def can_checkpoint(self) -> bool:
-        """Always true: what is in flight is part of a checkpoint."""
-        return True
+        It takes at least as many polls as a step does on average while as many groups as possible are in flight.
+        """
+        return self._polls < self._least and self._sampler.pending > 0
 
-
-Pace = SyncPace | AsyncPace
+    def count_poll(self) -> None:
+        self._polls += 1
+        if self.polled:
+            self.polled[-1] += self._sampler.pending
