@@ -20,6 +20,8 @@ from winnow.run.standalone import evaluate_model
 from ..builders.runs import CARRYING, assert_clean, fingerprint, resume, train
 from ..parity import parity_reward
 
+CONTINUOUS = {"name": "in_process", "lag": "continuous"}
+
 
 class TestRefusals:
     def test_a_used_directory(self, tiny_config: dict[str, Any]) -> None:
@@ -325,6 +327,9 @@ class TestRefusedAtTheStart:
             ({"max_lag": 2, "sync": {"name": "in_process", "lag": "some"}}, "lag"),
             ({"sync": {"name": "in_process", "overlap": True}}, "sync: overlap: .* allow it with max_lag: 1"),
             (CARRYING | {"sync": {"name": "in_process", "overlap": True}}, "sync: overlap: .* max_lag: 2"),
+            ({"sync": CONTINUOUS}, "sync: options of in_process have no effect without a lag"),
+            (CARRYING | {"sync": CONTINUOUS}, "rollout_batch: has no effect with sync: lag: continuous"),
+            ({"max_lag": 1, "engine": "hf", "sync": CONTINUOUS}, "sync: lag: continuous: not with engine: hf"),
             (
                 {"max_lag": 1, "matmul_precision": "medium", "sync": {"name": "in_process", "overlap": True}},
                 "sync: overlap: not with matmul_precision: medium",

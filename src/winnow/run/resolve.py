@@ -85,8 +85,8 @@ def resolve(
         spec, engine = section_of(spec) | sizes.engine, replace(engine, **sizes.engine)
     c = c.model_copy(update=sizes.values | {"engine": spec})
     options = replace(options, engine=engine)
-    if options.overlap and not alone:
-        require_overlap(c, options, machine.device.type)
+    if not alone:
+        require_sync(c, options, machine.device.type)
     return Resolved(
         config=c,
         options=options,
@@ -106,10 +106,13 @@ def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = Fal
     return resolve(c, Options.from_config(c), machine, model, alone=alone, several_turns=several_turns)
 
 
-def require_overlap(c: RunConfig, options: Options, device: str) -> None:
-    """Raise ConfigError where update and generation cannot run at the same time in one process."""
+def require_sync(c: RunConfig, options: Options, device: str) -> None:
+    """Raise ConfigError where rollouts of this process cannot run during updates, or go on across them."""
+    if not (options.overlap or options.continuous):
+        return
+    mode = "overlap" if options.overlap else "lag: continuous"
     least = 1 + options.methods["rollout_batch"][0].build(c.prompts_per_step).carry
-    if c.max_lag < least:
+    if options.overlap and c.max_lag < least:
         raise ConfigError(
             "sync: overlap: groups are trained one step after they were sampled, and a surplus that is carried one "
             f"later; allow it with max_lag: {least}"
@@ -119,10 +122,10 @@ def require_overlap(c: RunConfig, options: Options, device: str) -> None:
         ("device", device, device == "cpu", tried),
         ("engine", name_of(c.engine), name_of(c.engine) in ("local", AUTO), tried),
         ("learner", name_of(c.learner), not options.learns_elsewhere, tried),
-        ("matmul_precision", c.matmul_precision, c.matmul_precision == "highest", of_both),
+        ("matmul_precision", c.matmul_precision, c.matmul_precision == "highest" or not options.overlap, of_both),
     ):
         if not fits:
-            raise ConfigError(f"sync: overlap: not with {key}: {value}, as {why}; change it, or use sync: processes")
+            raise ConfigError(f"sync: {mode}: not with {key}: {value}, as {why}; change it, or use sync: processes")
 
 
 # ---------------------------------------------------------------- engine

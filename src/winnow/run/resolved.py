@@ -60,7 +60,12 @@ class Options:
     @property
     def asynchronous(self) -> bool:
         """Whether groups are in flight from one step to the next."""
-        return "asynchronous" in self.sync.provides or getattr(self.sync, "continuous", False)
+        return "asynchronous" in self.sync.provides or self.continuous
+
+    @property
+    def continuous(self) -> bool:
+        """Whether rollouts of this process go on across updates."""
+        return getattr(self.sync, "continuous", False)
 
     @property
     def overlap(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import RunConfig
-from ..run.resolve import require_overlap
+from ..run.resolve import require_sync
 from ..sampler import Processes
 from ..types import Group, Job, Prompt
 from .costs import REUSED, Costs, Shape, Shapes, Work, add
@@ -108,8 +108,7 @@ def predict(c: RunConfig, prompts: Sequence[Prompt], machine: Machine) -> Predic
     """Predict the seconds of a run to `c.max_steps`. Raises ConfigError on settings that cannot be simulated."""
     source = Timeline(replace(machine.policy), machine.shapes, machine.slots, c.seed)
     simulation = Simulation(c, prompts, source)
-    if simulation.options.overlap:
-        require_overlap(c, simulation.options, machine.device)
+    require_sync(c, simulation.options, machine.device)
     parallel = simulation.options.sync.samplers if isinstance(simulation.options.sync, Processes) else 0
     seconds, signal, phases = [], 0.0, Work()
     for batch in simulation:

@@ -238,6 +238,7 @@ class Tuning:
             ahead = [
                 overlap | {"rollout_batch": default, "max_lag": 1},
                 overlap | {"rollout_batch": "adaptive", "max_lag": 2},
+                {"sync": overlap["sync"] | {"lag": "continuous"}, "rollout_batch": default, "max_lag": 4},
             ]
             yield "samplers", [*ahead, *(lag | {"sync": sync} for sync in processes)]
         else:
