@@ -41,8 +41,8 @@ class Hooks:
     save: Callable[[int, bool], None]
     """`save(step, force)`: on its own schedule, or now."""
     should_stop: Callable[[], bool]
-    saves: Callable[[int], bool] = lambda step: False
-    """Whether a checkpoint is due after so many steps: nothing is then in flight, so that a resume repeats the run."""
+    pauses: Callable[[int], bool] = lambda step: False
+    """Whether a checkpoint or an evaluation is due after so many steps: nothing is in flight then."""
     begin: Callable[[int], None] = lambda step: None
     """Before a step selects its prompts."""
     warn: Callable[[int, str], None] = lambda step, message: None
@@ -89,7 +89,7 @@ class Loop:
     def one_step(self) -> None:
         """Collect a batch, update, publish, evaluate, record."""
         self.hooks.begin(self.step)
-        land = self.hooks.saves(self.step + 1)
+        land = self.hooks.pauses(self.step + 1)
         batch = self.collector.collect(self.step, land=land and not self.overlap)
         if not batch.groups and self.collector.stop is not None:
             return  # nothing to train on: this is not a step

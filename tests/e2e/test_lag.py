@@ -12,7 +12,6 @@ import pytest
 
 from winnow import Trainer
 from winnow.base.noise import noise_key
-from winnow.collect import Collector
 from winnow.learner.step import OptimizerStep
 from winnow.rollout.evaluate import evaluate
 from winnow.sampler.in_process import LAG_STREAM, WEIGHTS_FOLDER, InProcessSampler
@@ -150,7 +149,8 @@ def test_a_failed_update_ends_an_overlapped_run(tiny_config: dict[str, Any], mon
 
 
 CONTINUOUS = {"max_lag": 2, "max_steps": STEPS, "filter": "zero_variance", "max_completion_length": 24, "save_steps": 3}
-CONTINUOUS |= {"sync": {"name": "in_process", "lag": "continuous"}, "engine": {"name": "local", "slots": 10}}
+CONTINUOUS |= {"sync": {"name": "in_process", "lag": "continuous"}, "eval_steps": None}
+CONTINUOUS |= {"engine": {"name": "local", "slots": 10}}
 AT_ONCE = CONTINUOUS | {"sync": CONTINUOUS["sync"] | {"overlap": True}}  # type: ignore[operator]
 
 
@@ -173,23 +173,54 @@ def test_rollouts_go_on_across_updates(tiny_config: dict[str, Any], tmp_path: Pa
 def test_what_is_in_flight_when_a_run_stops_is_launched_again(
     tiny_config: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched: list[int] = []
-    relaunch = Collector.relaunch
+    running: list[int] = []
+    save = InProcessSampler.save
 
-    def noting(self: Collector, in_flight: Any) -> None:
-        launched.append(len(in_flight))
-        relaunch(self, in_flight)
+    def noting(self: InProcessSampler, directory: Path) -> None:
+        running.append(self.runner.pending)
+        save(self, directory)
 
-    monkeypatch.setattr(Collector, "relaunch", noting)
+    monkeypatch.setattr(InProcessSampler, "save", noting)
     run = resume_after_each(tiny_config | options | {"save_steps": 100}, [2])
-    assert launched[0] > 0
+    assert running[0] > 0
     assert max(lags(run)) <= 2
     assert_clean(run)
 
 
-def test_an_evaluation_waits_for_the_rollouts_in_flight(tiny_config: dict[str, Any]) -> None:
-    train(tiny_config | CONTINUOUS | {"eval_steps": 1, "reuse": {"updates": 2, "audit": 0.5}, "correction": "truncate"})
+def test_what_an_evaluation_finds_in_flight_ends_first(
+    tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is due finds nothing; an audit of reused groups, or a callback's, finds some, and none is lost."""
+    found: dict[str, list[int]] = {}
+    run_jobs = InProcessSampler.run
+
+    def noting(self: InProcessSampler, jobs: Any) -> Any:
+        found.setdefault(jobs[0].purpose, []).append(self.runner.pending)
+        return run_jobs(self, jobs)
+
+    monkeypatch.setattr(InProcessSampler, "run", noting)
+    reuse = {"reuse": {"updates": 2, "audit": 0.5}, "correction": "truncate"}
+    train(tiny_config | CONTINUOUS | reuse | {"eval_steps": 2})
     run = Path(tiny_config["output_dir"])
-    assert [row["step"] for row in metrics_of(run) if "eval/pass@1" in row] == list(range(STEPS + 1))
+    assert sum(found["eval"]) == 0
+    assert sum(found["profile"]) > 0
+    assert [row["step"] for row in metrics_of(run) if "eval/pass@1" in row] == [0, 2, 4, 6]
     assert max(lags(run)) <= 2
     assert_clean(run)
+
+
+def test_an_engine_that_fails_in_an_evaluation_says_why(
+    tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not that it cannot cancel what was in flight."""
+    trainer = Trainer(config=tiny_config | CONTINUOUS | {"eval_steps": 2}, reward_funcs=parity_reward)
+
+    def failing(self: InProcessSampler, jobs: Any) -> Any:
+        self.engine.sequences._failure = "failed earlier"  # type: ignore[attr-defined]
+        with self._noting_failure():
+            raise MemoryError("in an evaluation")
+
+    trainer.step()
+    monkeypatch.setattr(InProcessSampler, "run", failing)
+    with pytest.raises(MemoryError, match="in an evaluation"):
+        trainer.train()

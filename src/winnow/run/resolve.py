@@ -108,14 +108,12 @@ def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = Fal
 
 def require_sync(c: RunConfig, options: Options, device: str) -> None:
     """Raise ConfigError where rollouts of this process cannot run during updates, or go on across them."""
-    if not (options.overlap or options.continuous):
-        return
-    mode = "overlap" if options.overlap else "lag: continuous"
-    least = 1 + options.methods["rollout_batch"][0].build(c.prompts_per_step).carry
-    if options.overlap and c.max_lag < least:
+    mode = "overlap" if options.overlap else "lag: continuous" if options.continuous else ""
+    later = options.continuous or options.methods["rollout_batch"][0].build(c.prompts_per_step).carry
+    if options.overlap and c.max_lag < 1 + later:
         raise ConfigError(
-            "sync: overlap: groups are trained one step after they were sampled, and a surplus that is carried one "
-            f"later; allow it with max_lag: {least}"
+            "sync: overlap: groups are trained one step after they were sampled, and a surplus that is carried, or what "
+            f"goes on across an update, one later; allow it with max_lag: {1 + later}"
         )
     tried, of_both = "it has not been tried there", "PyTorch would set it for generation, too"
     for key, value, fits, why in (
@@ -124,7 +122,7 @@ def require_sync(c: RunConfig, options: Options, device: str) -> None:
         ("learner", name_of(c.learner), not options.learns_elsewhere, tried),
         ("matmul_precision", c.matmul_precision, c.matmul_precision == "highest" or not options.overlap, of_both),
     ):
-        if not fits:
+        if mode and not fits:
             raise ConfigError(f"sync: {mode}: not with {key}: {value}, as {why}; change it, or use sync: processes")
 
 
@@ -272,7 +270,7 @@ def _sizes_on_cpu(c: RunConfig, options: Options, engine: Any, machine: Machine,
     why: dict[str, str] = {}
     of_engine: dict[str, Any] = {}
     open_ = isinstance(engine, LocalOptions) and not engine.fixed_slots and "slots" not in section_of(c.engine)
-    groups = options.methods["rollout_batch"][0].build(c.prompts_per_step).size
+    groups = options.methods["rollout_batch"][0].build(c.prompts_per_step).size * (c.max_lag * options.continuous + 1)
     wanted = min(CPU_SLOTS, groups * c.num_generations)
     if open_ and wanted > engine.slots and machine.device.type == "cpu" and not options.samples_elsewhere:
         each = c.longest * Shapes.from_model(model.meta_model, c.lora).kv_elements * engine_bytes(engine)
@@ -372,6 +370,8 @@ def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -
     repeatable = any("repeatable" in each.sync.provides for each in options)
     if before["sync"] != now["sync"] and (repeatable or name_of(before["sync"]) != name_of(now["sync"])):
         free -= {"sync"}
+    if any(each.continuous for each in options):  # rollouts in flight end where one is due
+        free -= {"save_steps", "eval_steps"}
     elastic = all("elastic" in getattr(each.learner, "provides", ()) for each in options)
     if not elastic or name_of(before["learner"]) != name_of(now["learner"]):
         free -= {"learner"}

@@ -173,7 +173,7 @@ class Session:
             profile=self._profile,
             record=self._record,
             save=self._save_if_due,
-            saves=lambda step: step % self.config.save_steps == 0,
+            pauses=lambda step: step % c.save_steps == 0 or bool(c.eval_steps and step % c.eval_steps == 0),
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
             warn=self._warn,
         )

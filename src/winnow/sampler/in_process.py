@@ -3,12 +3,14 @@
 With `overlap` they run at the same time: the loop collects a batch while it updates on the one before. With
 `lag: continuous` rollouts stay in flight across updates.
 
-Everything is a function of the seed, so a run repeats and resumes bit for bit, also with a lag.
+Everything is a function of the seed, so a run repeats and resumes bit for bit, also with a lag; with `continuous` from
+checkpoints that were due.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -98,11 +100,13 @@ class InProcessSampler(Sampler):
             self._use(version)
             for job in self._waiting.pop(version):
                 self.runner.launch(job)
-        return self._poll()
-
-    def _poll(self) -> list[Group]:
-        try:
+        with self._noting_failure():
             return self.runner.poll()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self._failed = True
             raise
@@ -111,16 +115,17 @@ class InProcessSampler(Sampler):
         return {"waiting": 0.0} | self.runner.spent()
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
-        while self.runner.pending:
-            self._landed += self._poll()
-        used = self.engine.version
-        if used == self._newest:
-            return run_jobs(self.runner, jobs)
-        self._use(self._newest)
-        try:
-            return run_jobs(self.runner, jobs)
-        finally:
-            self._use(used)
+        with self._noting_failure():
+            while self.runner.pending:
+                self._landed += self.runner.poll()
+            used = self.engine.version
+            if used == self._newest:
+                return run_jobs(self.runner, jobs)
+            self._use(self._newest)
+            try:
+                return run_jobs(self.runner, jobs)
+            finally:
+                self._use(used)
 
     def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
         self._newest = version

@@ -113,6 +113,10 @@ def _train(run: BriefRun, trainer: Trainer, recorder: Recorder, limits: Limits) 
     evaluate = bool(trainer.task.test) and not limits.measures
     while True:
         if evaluate and spent >= limits.seconds * len(run.passed) / EVALUATIONS:
+            if run.steps:  # or the evaluation would end what is in flight, off the clock
+                started = recorder.clock()
+                trainer.sampler.run([])
+                run.steps[-1].seconds["generate"] += recorder.clock() - started
             run.passed.append(trainer.evaluate().get("eval/pass@1", math.nan))
         done = len(run.steps)
         if done == min(limits.steps, trainer.config.max_steps) or (spent >= limits.seconds and done >= LEAST_STEPS):
