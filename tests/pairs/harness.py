@@ -91,6 +91,7 @@ def check(place: Place, settings: Settings, kill_after: int) -> Outcome:
     `kill_after`: the checkpoint that the run is resumed from; it is killed in the middle of a rollout of the next step.
     """
     config = place.config(settings)
+    kill_after = max(kill_after, config["save_steps"])
     whole, part = place.folder / "whole", place.folder / "part"
     world = World(agents=has_agents(settings))
     refused = ""

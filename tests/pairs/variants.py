@@ -84,6 +84,7 @@ NEEDS: dict[str, Settings] = {
     "advantage=otb": PLAIN,
     "sync=in_process": LAGGED,
     "sync=in_process(overlap:True)": {"max_lag": 2},
+    "sync=in_process(lag:continuous": {"max_lag": 2, "save_steps": 2},  # or none would be in flight between steps
     "audit": ANY_GATE,
     "epsilon": {"num_iterations": 2},
     "importance_sampling_level": {"num_iterations": 2},

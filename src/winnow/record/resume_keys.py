@@ -19,9 +19,9 @@ MAY_CHANGE_ON_RESUME = frozenset(
     | {"push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"}
 )
 """Keys a resume may override; others would change what the rest of the run computes. Of `sync` only options of sampler
-processes, whose runs are not repeatable anyway; of `learner` where it runs; of `engine` what bounds its memory; `save_steps` and `eval_steps` not
-with `lag: continuous`. These,
-`tokens_per_microbatch`, `gradient_checkpointing`, `torch_compile` and `threads` change how sums are rounded."""
+processes, whose runs are not repeatable anyway; of `learner` where it runs; of `engine` what bounds its memory;
+`save_steps` and `eval_steps` not with `lag: continuous`. These, `tokens_per_microbatch`, `gradient_checkpointing`,
+`torch_compile` and `threads` change how sums are rounded."""
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:

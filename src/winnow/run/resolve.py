@@ -112,8 +112,8 @@ def require_sync(c: RunConfig, options: Options, device: str) -> None:
     later = options.continuous or options.methods["rollout_batch"][0].build(c.prompts_per_step).carry
     if options.overlap and c.max_lag < 1 + later:
         raise ConfigError(
-            "sync: overlap: groups are trained one step after they were sampled, and a surplus that is carried, or what "
-            f"goes on across an update, one later; allow it with max_lag: {1 + later}"
+            "sync: overlap: groups are trained one step after they were sampled, and a surplus that is carried, or "
+            f"what goes on across an update, one later; allow it with max_lag: {1 + later}"
         )
     tried, of_both = "it has not been tried there", "PyTorch would set it for generation, too"
     for key, value, fits, why in (
