@@ -131,8 +131,8 @@ def check_sharing(place: Place, settings: Settings) -> Outcome:
     Trainer(config=config, env=World(sharing=True)).train()
     whole = Path(config["output_dir"])
     outcome = examine(whole, config)
-    for step in range(2, STEPS + 1):
-        shutil.rmtree(whole / "checkpoints" / f"step-{step:06d}")
+    for checkpoint in sorted((whole / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(checkpoint)
     Trainer.resume(whole, env=World(sharing=True)).train()
     examine(whole, config)
     return outcome

@@ -63,6 +63,11 @@ CHANGES: dict[str, Settings] = {
         "tokens_per_microbatch": 40,
         "mask_truncated_completions": True,
     },
+    "continuous": {
+        "sync": {"name": "in_process", "lag": "continuous", "overlap": True},
+        "rollout_batch": "exact",
+        "save_steps": 2,
+    },
     "profiled": {"selector": {"name": "pass_rate", "refresh_steps": 1, "n": 2, "low": 0.0}, "eval_steps": 1},
 }
 MUST_ACT = ("trained", "filtered", "failed", "pruned", "cut", "surplus", "skipped", "audited", "late")
