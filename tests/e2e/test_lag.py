@@ -213,14 +213,14 @@ def test_an_engine_that_fails_in_an_evaluation_says_why(
     tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not that it cannot cancel what was in flight."""
-    trainer = Trainer(config=tiny_config | CONTINUOUS | {"eval_steps": 2}, reward_funcs=parity_reward)
-
-    def failing(self: InProcessSampler, jobs: Any) -> Any:
-        self.engine.sequences._failure = "failed earlier"  # type: ignore[attr-defined]
-        with self._noting_failure():
-            raise MemoryError("in an evaluation")
-
+    trainer = Trainer(config=tiny_config | CONTINUOUS, reward_funcs=parity_reward)
+    trainer.step()  # the comparison after it ends what is in flight
     trainer.step()
-    monkeypatch.setattr(InProcessSampler, "run", failing)
-    with pytest.raises(MemoryError, match="in an evaluation"):
-        trainer.train()
+    assert trainer.sampler.runner.pending > 0  # type: ignore[attr-defined]
+
+    def failing() -> Any:
+        raise ArithmeticError("the engine has failed")
+
+    monkeypatch.setattr(trainer.engine, "_step", failing)
+    with pytest.raises(ArithmeticError, match="the engine has failed"):
+        trainer.evaluate()

@@ -330,7 +330,6 @@ class TestRefusedAtTheStart:
             ({"sync": CONTINUOUS}, "sync: options of in_process have no effect without a lag"),
             ({"max_lag": 1, "sync": CONTINUOUS | {"overlap": True}}, "sync: overlap: .* allow it with max_lag: 2"),
             (CARRYING | {"sync": CONTINUOUS}, "rollout_batch: has no effect with sync: lag: continuous"),
-            ({"max_lag": 1, "engine": "hf", "sync": CONTINUOUS}, "sync: lag: continuous: not with engine: hf"),
             (
                 {"max_lag": 1, "matmul_precision": "medium", "sync": {"name": "in_process", "overlap": True}},
                 "sync: overlap: not with matmul_precision: medium",

@@ -131,6 +131,10 @@ def test_an_update_alongside_generation_hides_the_shorter_of_the_two(machine: Ma
     assert found.per_step == pytest.approx(sum(found.phases.values()) - hidden)
     with pytest.raises(ConfigError, match="sync: overlap: not with device: cuda"):
         predict(config(**stale, **overlap), prompts, replace(machine, device="cuda"))
+    continuous = {"sync": {"name": "in_process", "lag": "continuous"}, "max_lag": 1}
+    assert predict(config(**stale, **continuous), prompts, machine).per_step > 0
+    with pytest.raises(ConfigError, match="sync: lag: continuous: not with device: cuda"):
+        predict(config(**stale, **continuous), prompts, replace(machine, device="cuda"))
 
 
 def test_gates_are_refused(machine: Machine) -> None:
