@@ -78,6 +78,7 @@ def _loop() -> Any:
     from winnow.run.build_methods import build_methods
     from winnow.sampler.buffer import Buffer
     from winnow.sampler.codec import prompts_of
+    from winnow.sampler.scheduling import AsyncPace
 
     from ..pairs.world import World
 
@@ -91,8 +92,8 @@ def _loop() -> Any:
         selector=m.selector,
         group_size=m.group_size,
         filter=m.filter,
-        buffer=Buffer(config.prompts_per_step, config.max_lag, carry=True),
-        pace=nothing,
+        buffer=(buffer := Buffer(config.prompts_per_step, config.max_lag, carry=True)),
+        pace=AsyncPace(buffer, nothing),
         refill_round=3,
         ledger=ledger,
         judge=m.judge,
