@@ -42,7 +42,7 @@ class Hooks:
     """`save(step, force)`: on its own schedule, or now."""
     should_stop: Callable[[], bool]
     pauses: Callable[[int], bool] = lambda step: False
-    """Whether a checkpoint or an evaluation is due after so many steps: nothing is in flight then."""
+    """Whether nothing may be in flight after so many steps, as a checkpoint or an evaluation is due then."""
     begin: Callable[[int], None] = lambda step: None
     """Before a step selects its prompts."""
     warn: Callable[[int, str], None] = lambda step, message: None

@@ -161,7 +161,7 @@ class Session:
         if c.reuse is not None:
             ratios = partial(log_ratios, learner=parts.learner)
             reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, m.judge, ratios, parts.sampler.run)
-        asynchronous = parts.resolved.options.asynchronous
+        asynchronous, lands = parts.resolved.options.asynchronous, parts.resolved.options.continuous
         prompts = prompts_of(parts.task)
         collector = build_collector(c, m, parts.sampler, self.ledger, prompts, asynchronous=asynchronous, reuse=reuse)
         options = step_options(c, parts.resolved.options)
@@ -173,7 +173,7 @@ class Session:
             profile=self._profile,
             record=self._record,
             save=self._save_if_due,
-            pauses=lambda step: step % c.save_steps == 0 or bool(c.eval_steps and step % c.eval_steps == 0),
+            pauses=lambda step: lands and any(every and step % every == 0 for every in (c.save_steps, c.eval_steps)),
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
             warn=self._warn,
         )
