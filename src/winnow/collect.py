@@ -60,7 +60,7 @@ class CollectorState(TokenState):
     waiting: list[dict[str, Any]]
     spent: Count
     in_flight: list[Annotated[tuple[list[Any], PositiveInt], Loose]]
-    polled: list[Count] = Field(default_factory=list)
+    polled: list[Count] = Field(default_factory=list)  # checkpoints of before have none
     probes: list[dict[str, Any]]
     selector: dict[str, Any]
     group_size: dict[str, Any]

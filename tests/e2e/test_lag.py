@@ -12,6 +12,7 @@ import pytest
 
 from winnow import Trainer
 from winnow.base.noise import noise_key
+from winnow.collect import Collector
 from winnow.learner.step import OptimizerStep
 from winnow.rollout.evaluate import evaluate
 from winnow.sampler.in_process import LAG_STREAM, WEIGHTS_FOLDER, InProcessSampler
@@ -224,3 +225,19 @@ def test_an_engine_that_fails_in_an_evaluation_says_why(
     monkeypatch.setattr(trainer.engine, "_step", failing)
     with pytest.raises(ArithmeticError, match="the engine has failed"):
         trainer.evaluate()
+
+
+@pytest.mark.parametrize(("options", "due"), [(CONTINUOUS, [3, 6]), ({"max_lag": 1, "save_steps": 3}, [])])
+def test_only_continuous_rollouts_end_where_a_checkpoint_is_due(
+    tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], due: list[int]
+) -> None:
+    """Samplers that go on by themselves would wait for all of theirs at every save."""
+    landed, collect = [], Collector.collect
+
+    def noting(self: Collector, step: int, *, land: bool = False) -> Any:
+        landed.extend([step + 1] * land)
+        return collect(self, step, land=land)
+
+    monkeypatch.setattr(Collector, "collect", noting)
+    train(tiny_config | options | {"max_steps": STEPS, "eval_steps": None})
+    assert landed == due

@@ -243,7 +243,7 @@ def test_what_is_collected_ahead_is_trained_in_time(seed: int) -> None:
     assert max(run.lags) <= max_lag
 
 
-def test_every_update_has_generation_beside_it() -> None:
+def test_generation_is_spread_over_the_updates() -> None:
     """Although all groups that are in flight end at the same time."""
     run = InTurn(0, fewest=8, max_lag=4, lifetimes=(40, 40), drop=0.0)
     run.run(60)

@@ -116,7 +116,7 @@ class InProcessSampler(Sampler):
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
         with self._noting_failure():
-            while self.runner.pending:
+            while self.runner.pending:  # `run_jobs` has the engine to itself
                 self._landed += self.runner.poll()
             used = self.engine.version
             if used == self._newest:

@@ -84,9 +84,9 @@ class AsyncPace(Pace):
         return self._buffer.ready(step)
 
     def goes_on(self) -> bool:
-        """Ahead, so that every update has generation beside it, although groups end in bursts that fill many batches.
+        """Ahead, so that generation is spread over the updates, although groups end in bursts that fill many batches.
 
-        It takes at least as many polls as a step does on average while as many groups as possible are in flight.
+        The least number of polls is the mean of a step, less by the share of the groups allowed that is not in flight.
         """
         return self._polls < self._least and self._sampler.pending > 0
 
