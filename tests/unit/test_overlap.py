@@ -133,6 +133,7 @@ def test_a_gate_waits_for_all_answers_and_cuts_the_group_once(policy: Any, pool:
     assert all(r.fate == Fate.CUT for g in cut for r in g.rollouts if len(r.turns) == 2)
 
 
+@pytest.mark.slow
 def test_a_run_of_many_turns_writes_what_a_gate_would_have_gone_by(
     policy: Any,
     tiny_config: dict[str, Any],
