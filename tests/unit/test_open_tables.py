@@ -18,9 +18,9 @@ from winnow.engine import ENGINES
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
 from winnow.methods.filter import FILTERS, AllOf
-from winnow.methods.gate import GATES, Gate
-from winnow.methods.select import SELECTORS, StreamSelector
-from winnow.methods.size import ROLLOUT_BATCHES, SIZES, GroupSize, checked_additional_size, checked_size
+from winnow.methods.gate import GATES
+from winnow.methods.select import SELECTORS
+from winnow.methods.size import ROLLOUT_BATCHES, SIZES, checked_additional_size, checked_size
 from winnow.run.build_methods import build_methods
 from winnow.run.inputs import TrainerInputs
 from winnow.run.resolved import Options
@@ -208,31 +208,6 @@ def test_a_size_out_of_its_bounds_is_named() -> None:
         ConfigError, match=r"group_size: .*additional_size returned 3; return a whole number from 0 to 2 here"
     ):
         checked_additional_size(size, make_group(0, [0.0, 1.0]), GroupKind.SIGNAL)
-
-
-@pytest.mark.parametrize(
-    ("base", "former", "name"),
-    [
-        (GroupSize, "next", "size_for"),
-        (GroupSize, "more", "additional_size"),
-        (GroupSize, "learn", "observe_group"),
-        (GroupSize, "observe", "observe_step"),
-        (StreamSelector, "observe", "observe_group"),
-        (Gate, "observe", "observe_group"),
-    ],
-)
-def test_a_hook_by_its_former_name_is_refused(base: type, former: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"Own: `{former}` of {base.__name__} is now `{name}`; rename it"):
-        type("Own", (base,), {former: lambda self: None})
-
-
-def test_a_file_with_a_former_hook_is_refused_under_its_key(tmp_path: Path) -> None:
-    file = tmp_path / "former.py"
-    file.write_text(
-        "from winnow.methods.size import GroupSize\n\nclass Own(GroupSize):\n    def next(self, prompt): ...\n"
-    )
-    with pytest.raises(ConfigError, match=r"^group_size: Own: `next` of GroupSize is now `size_for`; rename it"):
-        method(SIZES, f"{file}:Own", "group_size")
 
 
 class TestLists:
