@@ -55,7 +55,7 @@ def test_survival_is_in_the_metrics(tiny_config: dict[str, Any], tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gates": [ARROL, ARROL | {"keep_rate": 0.4}]}, "arrol can be there once"),
+        ({"gates": [ARROL, ARROL | {"keep_rate": 0.4}]}, "arrol: only one is allowed"),
         ({"gates": [ARROL | {"at": 500}]}, "at: 500 comes after max_completion_length"),
         ({"gates": [ARROL | {"min_survivors": 4}]}, "min_survivors: 4 of groups that may have only 4"),
     ],

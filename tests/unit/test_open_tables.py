@@ -233,7 +233,7 @@ class TestLists:
         [
             ([], {}, "the list is empty"),
             (["keep_all", "zero_variance"], {}, "keep_all has no effect with other filters"),
-            (["zero_variance", "zero_variance"], {}, "zero_variance is there twice"),
+            (["zero_variance", "zero_variance"], {}, "zero_variance is listed twice"),
             (["zero_varianc"], {}, "Did you mean 'zero_variance'"),
             (["winnow_test_rules:AtLeast", "zero_variance"], {"advantage": "remax"}, "zero_variance takes groups"),
             ([{"name": "zero_variance", "refill": False, "max_refill_rounds": 2}], {}, "has no effect with refill"),
