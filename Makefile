@@ -89,7 +89,7 @@ test-peers: $(PEERS)/.installed ## environments of verifiers; rewards, data and 
 	$(PEERS)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/peers
 
 # Both write as they go and can be stopped and started again; `build/` is not kept in the repository.
-soak: $(VENV)/.installed ## 1,000 kills and signals at random moments of randomly composed runs: half an hour
+soak: $(VENV)/.installed ## 1,000 kills and signals at random moments of randomly composed runs: an hour and more
 	mkdir -p build
 	$(BIN)/python -m tests.faults.soak build/soak.jsonl --out benchmarks/results/soak.json
 

@@ -19,7 +19,6 @@ BENCHMARKS = {
     "llm_update": "a step of a pretrained model against TRL's: time and memory",
     "llm_generation": "generation with a pretrained model against `generate` and vLLM",
     "llm_demo": "the demo with a pretrained model, several seeds",
-    "decode_cost": "a decode step by rows, against another version",
     "turns": "keys and values kept between the turns of a rollout",
     "sharing": "what siblings begin with, computed once",
     "histories": "rewritten histories of agents",

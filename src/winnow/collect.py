@@ -60,7 +60,7 @@ class CollectorState(TokenState):
     waiting: list[dict[str, Any]]
     spent: Count
     in_flight: list[Annotated[tuple[list[Any], PositiveInt], Loose]]
-    polled: list[Count] = Field(default_factory=list)  # checkpoints of before have none
+    polled: list[Count] = Field(default_factory=list)  # absent before continuous rollouts
     probes: list[dict[str, Any]]
     selector: dict[str, Any]
     group_size: dict[str, Any]
@@ -305,7 +305,7 @@ class Collector:
             verdict = checked_verdict(self.filter, group, kind)
             if verdict.keep:
                 self.buffer.add(group)
-                self._stop_conditions.accepted()
+                self._stop_conditions.begin_step()
                 return
             reason = verdict.reason
         elif group.verdict.keep:

@@ -102,7 +102,7 @@ class Loop:
             return self.optimizer_step(batch.trained_on, self.step)
 
     def _update_meanwhile(self, batch: Batch, land: bool) -> dict[str, float]:
-        """Update on a batch while the next is collected, whatever is asked meanwhile: a resume finds it collected."""
+        """Update in a thread and collect the next batch meanwhile, also after a stop request: a checkpoint has it."""
         clock = self.collector.clock
         update = self._updates.submit(self.optimizer_step, batch.trained_on, self.step)
         try:

@@ -236,8 +236,6 @@ class Rollout:
     """Wall-clock seconds spent waiting for siblings at environment steps of gates, without an engine slot."""
     greedy: bool = False
     """Sampled at temperature 0 as a baseline (ReMax): scored and booked, but in no statistic and no batch."""
-    confidence: np.ndarray | None = None
-    """float32, one for each sampled token, if requested (DeepConf)."""
     raw_logp: np.ndarray | None = None
     """float32, one for each sampled token, if requested: log-probability (nats) under the model itself, before
     temperature, top-k and top-p."""
@@ -284,7 +282,6 @@ class Rollout:
                 sampler_logp=self.sampler_logp[segment.start : stop],
                 versions=self.versions[segment.start : stop],
                 turns=[],
-                confidence=None,
                 raw_logp=None,
                 agent=segment.agent,
                 later_segments=[],
@@ -384,8 +381,6 @@ class GroupView:
     """float32 [n]: sampler log-probabilities of `sibling` in this turn, so far."""
     logp_before: float = 0.0
     """Log-probability of the tokens `sibling` sampled in earlier turns, in nats."""
-    confidence: np.ndarray | None = None
-    """float32 [n]: confidences of its tokens (DeepConf), if a gate needs them."""
     raw_logp: np.ndarray | None = None
     """float32 [n]: `logp` under the model itself, before temperature, top-k and top-p, if a gate needs it."""
     absent: tuple[bool, ...] = ()

@@ -37,7 +37,6 @@ def view(
         sibling=sibling,
         hidden=hidden.astype(np.float32),
         logp=np.full(n, logp, np.float32),
-        confidence=np.full(n, -logp, np.float32),
         raw_logp=np.full(n, logp if model_logp is None else model_logp, np.float32),
     )
 

@@ -30,7 +30,7 @@ def require_equal(found: dict[Any, Finished], wanted: dict[Any, Finished]) -> No
     for id_, one in found.items():
         other = wanted[id_]
         assert (one.stop_reason, one.token_ids.tolist()) == (other.stop_reason, other.token_ids.tolist())
-        for name in ("logp", "confidence", "raw_logp", "hidden"):
+        for name in ("logp", "raw_logp", "hidden"):
             x, y = getattr(one, name), getattr(other, name)
             assert (x is None) == (y is None), name
             if x is not None:

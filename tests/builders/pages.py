@@ -75,7 +75,7 @@ def sample(step: int, fate: str, reward: float | None, **changes: Any) -> dict[s
     base |= {"rewards": {"correct": reward, "format": 1.0}, "fate": fate, "reason": "", "stop_reason": "eos"}
     base["group_rewards"] = [reward, 0.0, None]
     base["turns"] = [{"at": 0, "chars": [1, *[2] * 9, 3, 0], "logp": [-0.01 * 3**n for n in range(7)] + [-0.2] * 5}]
-    base["decisions"] = [decision(9, True, evidence={"score": 0.5, "q": 0.625, "raw": 0.1})]
+    base["decisions"] = [decision(9, True, evidence={"score": 0.5, "q": 0.625})]
     pruned = decision(5, False, reason="pruned at token 3: predicted success 0.10, survival 0.20")
     base["siblings"] = [
         {"reward": 0.0, "fate": "trained", "completion": "3 + 5", "decisions": [pruned]},

@@ -50,7 +50,6 @@ def requests(first: int = 0) -> list[Request]:
             ),
             noise_key(0, first + i),
             report_at=(2, 5),
-            confidence=i % 2 == 0,
             raw_logp=i % 3 == 0,
             last_hidden=True,
         )

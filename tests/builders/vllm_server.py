@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from winnow.engine import Finished, LocalEngine, Request, SamplingParams
+from winnow.engine import Finished, LocalEngine, ModelReference, Request, SamplingParams
+from winnow.engine.server.engine import ServerEngine
+from winnow.engine.server.options import ServerOptions
 
 Answer = dict[str, Any]
 
@@ -183,3 +187,22 @@ def _answer(tokens: list[int], logp: list[float], reason: str, cause: Any, label
     choice |= {"finish_reason": reason, "stop_reason": cause}
     spans = [{"version": label, "start": 0, "end": len(tokens)}] if tokens else []
     return {"request_id": "r", "choices": [choice | {"weight_versions": spans}]}
+
+
+@pytest.fixture
+def server(tiny_model: Path) -> Iterator[StandIn]:
+    stand_in = StandIn(tiny_model)
+    yield stand_in
+    stand_in.close()
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def connect(server: StandIn, model: Path, tokenizer: Any, timeout_s: float = 20.0, **options: Any) -> ServerEngine:
+    """An engine with weights of version 0."""
+    given = ServerOptions(server.url, timeout_s, **options)
+    engine: ServerEngine = given.build(ModelReference(str(model), torch.device("cpu")), tokenizer)
+    return engine

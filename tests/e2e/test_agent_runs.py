@@ -48,7 +48,8 @@ def test_in_other_processes_with_a_gate_and_audits(config: dict[str, Any]) -> No
     assert_clean(Path(config["output_dir"]))
 
 
-@pytest.mark.parametrize("sync", ["in_process", pytest.param("processes", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["in_process", "processes"])
 def test_agents_that_share_two_places(chat_model: Path, tmp_path: Path, sync: str) -> None:
     config = agent_config(chat_model, tmp_path, SHARING)
     more = {"sync": sync, "max_lag": int(sync == "processes"), "max_steps": 2}

@@ -15,6 +15,7 @@ from winnow.base.errors import ConfigError
 from winnow.cli.main import app
 from winnow.config import validate
 from winnow.methods.gate.arrol.head import FILE, HeadWeights
+from winnow.rollout.runner import RolloutRunner
 
 from ..builders.runs import assert_clean, fingerprint, metrics_of, resume_after_each, train
 
@@ -54,7 +55,7 @@ def test_survival_is_in_the_metrics(tiny_config: dict[str, Any], tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gates": [ARROL, ARROL | {"keep_rate": 0.4}]}, "arrol can be there once"),
+        ({"gates": [ARROL, ARROL | {"keep_rate": 0.4}]}, "arrol: only one is allowed"),
         ({"gates": [ARROL | {"at": 500}]}, "at: 500 comes after max_completion_length"),
         ({"gates": [ARROL | {"min_survivors": 4}]}, "min_survivors: 4 of groups that may have only 4"),
     ],
@@ -82,6 +83,16 @@ def vote(*arguments: str) -> Any:
 
 COUNTDOWN = "reward_funcs=countdown"
 """For a run whose reward was an object."""
+
+
+def test_unknown_right_answers_are_told_before_anything_is_rolled_out(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RolloutRunner, "launch", lambda *args: pytest.fail("a group was launched"))
+    rewards = "reward_funcs=[tests.parity:parity_reward, tests.parity:parity_reward]"
+    result = CliRunner().invoke(app, ["vote", str(tiny_model), "env=countdown", *AMOUNT, rewards])
+    assert result.exit_code == 1
+    assert "success: nothing tells right answers from others" in " ".join(result.output.split())
 
 
 def test_the_head_votes(tiny_config: dict[str, Any]) -> None:

@@ -237,6 +237,7 @@ def test_a_rule_that_cannot_be_asked_ends_the_run_with_the_reason(config: dict[s
         Trainer(config=config | {"gates": ["divergence"], "eval_steps": None}).train()
 
 
+@pytest.mark.slow
 def test_a_rule_that_fails_at_a_sampler_ends_the_run_by_its_name(config: dict[str, Any]) -> None:
     gate = {"name": "tests.gates:Broken", "at": 2}
     with pytest.raises(RunStoppedError, match=r"gate Broken: ZeroDivisionError: division by zero"):

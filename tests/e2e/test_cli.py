@@ -90,6 +90,7 @@ def test_pass_rates_of_a_model(tiny_model: Path, tmp_path: Path) -> None:
     assert "made for something else" in refused.output
 
 
+@pytest.mark.slow
 def test_compare_methods_over_seeds(recipe: Path, tmp_path: Path) -> None:
     for seed in (0, 1):
         for name in ("keep_all", "zero_variance"):

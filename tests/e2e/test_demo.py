@@ -13,6 +13,11 @@ from winnow.study.demo import run_demo
 SMALL = ("max_steps=1", "seed=1", "warm_start.max_steps=2", "eval_prompts=4", "eval_generations=1")
 
 
+def test_a_demo_needs_its_evaluations(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="eval_steps: the demo compares held-out figures"):
+        run_demo(tmp_path, ("eval_steps=null",), Console(quiet=True))
+
+
 @pytest.mark.slow
 def test_overrides_of_a_demo_that_is_there(tmp_path: Path) -> None:
     """The same ones go on with it; what a resume may change is changed; the rest is refused by name."""

@@ -121,6 +121,7 @@ def test_an_overlapped_run_samples_while_it_updates(
     assert not [name for name in row if name.startswith("seconds/update/")]
 
 
+@pytest.mark.slow
 def test_what_an_overlapped_run_computes_does_not_depend_on_who_is_faster(
     tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,7 @@ def test_the_tutorial_for_somebody_from_trl(here: Path) -> None:
     assert Path("runs/mine/model").is_dir()
 
 
+@pytest.mark.slow
 def test_the_tutorial_of_an_agent(here: Path, chat_model: Path) -> None:
     """Whole but for the fetching; the model is one that nobody taught anything."""
     text = (ROOT / "docs" / "tutorial-agent.md").read_text(encoding="utf-8")

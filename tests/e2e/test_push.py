@@ -203,6 +203,22 @@ def test_a_failing_upload_is_a_warning_and_can_be_tried_again(here: Hub, tiny_co
     assert TOKEN not in again.output + found.output + "".join(str(w.message) for w in warned)
 
 
+def test_a_copy_in_another_type_is_made_where_types_differ_and_may_fail(
+    here: Hub, tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("winnow.run.hub.recast", full)
+    settings = tiny_config | {"max_steps": 1, "eval_steps": None, "push_to_hub": True, "hub_strategy": "every_save"}
+    Trainer(config=settings, reward_funcs=parity.parity_reward).train()
+    assert len(here.commits) == 2, "float32 as the checkpoint is: no copy"
+    other = settings | {"save_dtype": "bfloat16", "output_dir": settings["output_dir"] + "-half"}
+    with pytest.warns(UserWarning, match=r"not uploaded as .*no space left on device"):
+        Trainer(config=other, reward_funcs=parity.parity_reward).train()
+    assert len(here.commits) == 3, "the finished model has its type"
+
+
 def test_what_could_not_be_uploaded_is_not_begun(
     here: Hub, tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def config(tiny_config: dict[str, Any], server: StandIn) -> dict[str, Any]:
     return tiny_config | more | {"reward_funcs": [REWARD], "reward_timeout_s": 4.0}
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resume(config: dict[str, Any], server: StandIn) -> None:
     run = Path(config["output_dir"])
     Trainer(config=config | {"max_steps": 3}).train()
@@ -57,7 +58,7 @@ def test_a_run_and_its_resume(config: dict[str, Any], server: StandIn) -> None:
 VCPO = {"advantage": "opob", "policy_loss": "plain", "loss_type": "sequence_sum", "step_scale": "ess"}
 
 
-@pytest.mark.cases(one_in=20)
+@pytest.mark.cases(one_in=24)
 @pytest.mark.parametrize("max_lag", [0, 2])
 @pytest.mark.parametrize(
     "methods",
@@ -131,6 +132,7 @@ def restart(server: StandIn) -> None:
     server.restart()
 
 
+@pytest.mark.slow
 def test_a_server_that_restarts_between_two_steps_is_sent_the_weights_again(
     config: dict[str, Any], server: StandIn
 ) -> None:
@@ -162,7 +164,7 @@ FAULTS: dict[str, tuple[Callable[[StandIn], object], str]] = {
 }
 
 
-@pytest.mark.cases(one_in=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_a_server_that_keeps_failing_ends_the_run_which_goes_on_with_another(
     config: dict[str, Any], server: StandIn, tiny_model: Path, fault: str

@@ -29,7 +29,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
     return [line for line in lines if "loss" in line]
 
 
-@pytest.mark.cases(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"group_size": {"name": "sequential", "probe": 2}, "num_generations": 4}])
 def test_a_run_is_the_one_without_drafts(tiny_config: dict[str, Any], tmp_path: Path, more: dict[str, Any]) -> None:
     config = tiny_config | CARRYING | REPEATING | {"max_steps": 6} | more

@@ -79,6 +79,7 @@ def assert_same(found: dict[int, dict[str, float]], lines: list[dict[str, float]
         assert {k: v for k, v in row.items() if k in wanted} == pytest.approx(wanted, rel=rel)
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resume(tiny_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

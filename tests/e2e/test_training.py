@@ -49,8 +49,11 @@ def test_a_run_leaves_everything_behind(tiny_config: dict[str, Any]) -> None:
     AutoTokenizer.from_pretrained(run / "model")
 
 
-SLOW_RESUMES = ("lora", "greso", "reprofiled", "lagged", "kl", "backoff", "drift")
-"""`kl_in_reward` has the adapters and the penalty; compositions of everything in tests/pairs resume with the others."""
+SLOW_RESUMES = (
+    *("lora", "greso", "reprofiled", "lagged", "kl", "backoff", "drift", "drafts", "mixed"),
+    *("overlapped, carrying", "overlapped, opob", "adafactor, ess, opob"),
+)
+"""`kl_in_reward` has the adapters and the penalty; compositions of everything (tests/pairs) resume with the others."""
 RESUMES: dict[str, dict[str, Any]] = {
     "plain": {},
     "dapo": {

@@ -25,6 +25,7 @@ from winnow import ConfigError
 from winnow.env.base import StepResult
 from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
 from winnow.methods.correct import effective_sample_size
+from winnow.record.records import GATE
 from winnow.types import Prompt
 
 from ..builders.pruning import PRUNING
@@ -93,6 +94,15 @@ def test_a_reward_of_the_environments_that_nobody_asks_for(arguments: dict[str, 
     given = arguments | {"train_dataset": None, "args": settings(tmp_path / "out")}
     with pytest.raises(ConfigError, match="reward_funcs: the environments of twice give a reward that is lost"):
         WinnowGRPOTrainer(**given, env=task)
+
+
+def test_a_run_of_several_turns_writes_what_a_gate_would_have_gone_by(
+    arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    given = arguments | {"reward_funcs": env_reward, "train_dataset": None}
+    args = settings(tmp_path / "out", max_completion_length=12, max_steps=1)
+    WinnowGRPOTrainer(**given | {"args": args}, env=Twice()).train()
+    assert (tmp_path / "out" / "winnow" / GATE).stat().st_size > 0
 
 
 def test_the_divergence_gate_cuts_in_an_environment(arguments: dict[str, Any], tmp_path: Path) -> None:

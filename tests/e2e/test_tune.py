@@ -72,6 +72,15 @@ def test_an_interrupted_call_says_what_it_keeps(file: Path, tmp_path: Path, monk
     assert len(runs) == 1
 
 
+def test_unknown_right_answers_are_told_before_costs_are_measured(file: Path) -> None:
+    rewards = "reward_funcs=[tests.parity:parity_reward, tests.parity:parity_reward]"
+    done = winnow("tune", file, rewards, "--minutes", "0.01", "-o", file.with_name("tuned.yaml"))
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert "fit 1: success: nothing tells right answers from others" in said
+    assert "fit 2" not in said
+
+
 def test_mistakes_are_refused_before_anything_runs(file: Path, tmp_path: Path) -> None:
     for arguments, message in (
         (["max_stps=3"], "unknown key 'max_stps'"),

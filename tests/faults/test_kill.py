@@ -85,7 +85,7 @@ def test_killed_at_random_moments(config: dict[str, Any], kills: int) -> None:
         assert ledger.totals()["void"]["visits"] > 0, "no kill fell into a step: the test proved nothing"
 
 
-@pytest.mark.cases(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["checkpoint.weights", "checkpoint.fsync"])
 def test_a_full_disk_ends_with_a_cause_and_can_go_on(config: dict[str, Any], undisturbed: dict, name: str) -> None:
     assert run(config, WINNOW_FAILPOINT=f"{name}:enospc") == 1
@@ -93,6 +93,7 @@ def test_a_full_disk_ends_with_a_cause_and_can_go_on(config: dict[str, Any], und
     assert fingerprint(Path(config["output_dir"])) == undisturbed["fingerprint"]
 
 
+@pytest.mark.slow
 def test_crashes_during_recovery(config: dict[str, Any], undisturbed: dict) -> None:
     for hit in ("publish@3", "take@1", "checkpoint.rename@1"):
         run(config, WINNOW_FAILPOINT=f"{hit}:kill")

@@ -80,6 +80,7 @@ def test_a_cut_takes_away_what_was_not_synced(tmp_path: Path) -> None:
     assert len(problems(tmp_path / "cut", log, 20)) > 10
 
 
+@pytest.mark.slow
 def test_a_mark_without_its_sync_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commit of a mark is synced by `synchronous = FULL`: with NORMAL alone a cut may lose it."""
     execute = ledger_module.sqlite3.Connection.execute

@@ -151,6 +151,7 @@ def test_hanging_coroutines():
         rewarder.close()
 
 
+@pytest.mark.slow
 def test_coroutine_that_blocks_its_loop_does_not_block_the_next():
     release = threading.Event()
 

@@ -87,6 +87,7 @@ def test_what_does_not_end_is_ended(sandbox: Sandbox, code: str) -> None:
     assert time.monotonic() - started < OPTIONS.timeout_s + 10
 
 
+@pytest.mark.slow
 def test_a_fork_bomb_stays_small_and_dies(sandbox: Sandbox) -> None:
     most = 0
 
@@ -313,6 +314,7 @@ def test_many_at_once_each_with_its_own_answer(sandbox: Sandbox) -> None:
     assert [f.result(60).stdout for f in futures] == [f"{i**2}\n" for i in range(12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause", [0, 0.5])
 def test_closing_ends_what_runs(pause: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a pause, bubblewrap tells how its child ended before it is killed itself."""

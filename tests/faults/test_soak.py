@@ -27,6 +27,7 @@ def test_a_few_trials(tmp_path: Path) -> None:
     assert found["problems"] == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_the_same_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a soak without problems would say nothing."""
     original = Trial.launch

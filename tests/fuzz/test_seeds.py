@@ -19,7 +19,7 @@ def test_what_the_fuzzer_starts_from(name: str) -> None:
     one_input(name, b"")
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "yaml" else ()) for n in TARGETS])
 def test_what_is_nested_deeper_than_python_goes(name: str) -> None:
     for data in (b"[" * 200_000, b'{"a":' * 100_000, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"):
         one_input(name, data)

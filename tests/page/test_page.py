@@ -126,7 +126,7 @@ def test_sizes_and_contrast(browser: Any, pages: dict[str, Path], name: str, wid
     tab.page.close()
 
 
-@pytest.mark.parametrize("count", [1, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4, 5))])
+@pytest.mark.parametrize("count", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 7))])
 def test_legends_are_whole(browser: Any, tmp_path: Path, count: int) -> None:
     names = [
         "grpo",
@@ -184,6 +184,7 @@ def test_charts_by_keyboard_and_their_legends(browser: Any, pages: dict[str, Pat
     tab.page.close()
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_jump_ends_below_the_bar(browser: Any, pages: dict[str, Path], width: int) -> None:
     tab = Tab(browser, pages["many"].as_uri(), viewport={"width": width, "height": 900})
@@ -320,6 +321,7 @@ def test_nothing_of_a_run_becomes_markup(browser: Any, pages: dict[str, Path]) -
     tab.page.close()
 
 
+@pytest.mark.slow
 def test_a_page_that_keeps_up(browser: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=20)
     with serving(run) as server:

@@ -261,6 +261,7 @@ def test_metrics_say_whether_siblings_can_be_told_apart(alike: bool) -> None:
         assert found["gate/arrol/novelty"] == pytest.approx(1 / (1 + 7 * np.exp(-8.0)))
 
 
+@pytest.mark.slow
 def test_distinct_keeps_what_few_siblings_are_expected_to_say_and_holds_the_keep_rate() -> None:
     gate = built(Arrol(at=4, cold_start=1, min_survivors=0, keep_rate=0.4, balance="distinct"))
     rng, size = np.random.default_rng(0), 16

@@ -22,6 +22,7 @@ from winnow.engine.initial_model import InitialModel
 from winnow.engine.server.options import ServerOptions
 from winnow.record.resume_keys import changes_of, resumed_config
 from winnow.run.budget import AT_MOST
+from winnow.run.checkpoint import refuse_changes
 from winnow.run.resolve import (
     CPU_ACTIVATION_BYTES,
     LONGEST_ROW_SHARE,
@@ -32,7 +33,6 @@ from winnow.run.resolve import (
     choose_engine,
     choose_slots,
     choose_tokens,
-    refuse_changes,
     threads_for,
 )
 from winnow.run.resolved import Machine, Options

@@ -295,7 +295,8 @@ def test_environments_in_workers(tmp_path: Path):
 
 
 async def agent(base_url, prompt):
-    return float(ask(base_url, prompt)["content"] == "yes")
+    answer = await asyncio.to_thread(ask, base_url, prompt)
+    return float(answer["content"] == "yes")
 
 
 class Agent:

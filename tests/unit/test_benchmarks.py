@@ -103,7 +103,7 @@ def test_the_notebook_is_what_the_json_files_give() -> None:
     assert not [name for name in claims.tables_of(claims.RESULTS) if f"`{name}`\n" not in page]
 
 
-@pytest.mark.cases(one_in=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_arm_is_a_valid_configuration(name: str) -> None:
     family = family_of(name)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from winnow.cli.main import app
 from winnow.record.ledger import Ledger
 
@@ -110,6 +112,7 @@ def test_help_imports_nothing_large(tmp_path: Path) -> None:
         assert "Usage" in output, command
 
 
+@pytest.mark.slow
 def test_a_command_that_succeeds_imports_no_learner(tmp_path: Path) -> None:
     Ledger.open(tmp_path / "ledger.sqlite").close()
     ((exit_code, output, heavy),) = called([["verify", str(tmp_path)]], tmp_path)

@@ -76,7 +76,6 @@ def test_a_group_keeps_all_it_has() -> None:
         survival_p=0.3,
         seconds=0.7,
         barrier_wait_s=0.2,
-        confidence=np.array([2.5, 1.5], np.float32),
         raw_logp=np.array([-0.2, -0.7], np.float32),
         last_hidden=np.array([1.0, np.float32(1) / 3], np.float32),
         decisions=[Decision("arrol", Token(2), decided(True, override_probability=0.1), 1)],

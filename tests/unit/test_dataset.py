@@ -11,6 +11,7 @@ import random
 import re
 import threading
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -365,6 +366,19 @@ def test_ids_are_those_of_the_plain_rule():
         DataError, match=f"train_dataset, row 2: id '{made[0]}' is taken already by train_dataset, row 1"
     ):
         build_rows(late)
+
+
+def test_a_fingerprint_is_the_same_under_another_home(tmp_path, monkeypatch):
+    prints = set()
+    for home in ("one", "two"):
+        folder = tmp_path / home
+        folder.mkdir()
+        monkeypatch.setenv("HOME", str(folder))
+        paths = [str(folder / name) for name in ("a.jsonl", "b.jsonl")]
+        for path in paths:
+            Path(path).write_text('{"prompt": "' + Path(path).name + '"}\n')
+        prints.add(DatasetConfig(paths).build().fingerprint())
+    assert len(prints) == 1
 
 
 def test_fingerprints_are_what_they_were(tmp_path):

@@ -345,7 +345,7 @@ def test_a_task_of_one_turn_refuses_the_gate_at_the_start(tiny_config: dict[str,
 
 def test_a_task_type_that_no_prompt_has_is_refused(tiny_config: dict[str, Any]) -> None:
     gate = {"name": "divergence", "k": 2, "per_task_type": {"heat": 0.1}}
-    with pytest.raises(ConfigError, match="no training prompt has task_type 'heat'; there: a, b"):
+    with pytest.raises(ConfigError, match="no training prompt has task_type 'heat'; types in the data: a, b"):
         Trainer(env=Walk(), config=tiny_config | {"gates": [gate], "eval_steps": None})
 
 

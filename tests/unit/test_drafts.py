@@ -51,7 +51,7 @@ def test_a_draft_changes_nothing_but_what_is_decoded(name: str, params: dict[str
     """Drafts that are right throughout, up to a place, or nowhere; more of them than slots."""
     model, rng = make_model(name), np.random.default_rng(0)
     with_, without = make_engine(model, slots=5), make_engine(model, slots=5)
-    asked = [replace(r, confidence=True, raw_logp=True, last_hidden=True) for r in requests(**params)]
+    asked = [replace(r, raw_logp=True, last_hidden=True) for r in requests(**params)]
     plain = finished(without, asked)
     drafted = []
     for number, request in enumerate(asked):
@@ -328,7 +328,7 @@ def test_mixed_reports_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of drafts are computed some at a time; only some of the requests want more than tokens."""
     monkeypatch.setattr("winnow.engine.local.engine.DRAFT_LOGITS", 7 * VOCAB)
     model = make_model("llama-tied")
-    asked = [replace(r, confidence=i % 3 == 0, raw_logp=i % 2 == 0) for i, r in enumerate(requests(temperature=0.7))]
+    asked = [replace(r, raw_logp=i % 2 == 0) for i, r in enumerate(requests(temperature=0.7))]
     plain = finished(make_engine(model), asked)
     require_equal(
         plain, finished(make_engine(model), [replace(r, draft=tuple(plain[r.id].token_ids.tolist())) for r in asked])

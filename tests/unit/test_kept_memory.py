@@ -25,6 +25,7 @@ print(faults() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_freed_memory_is_used_again() -> None:
     """Whether glibc gives it back by default depends on the kernel's large pages, so that is not compared."""

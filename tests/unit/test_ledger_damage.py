@@ -60,6 +60,7 @@ def refusal(path: Path, mark: object) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_is_found_or_changes_nothing(path: Path, marks: list[dict[str, object]]) -> None:
     whole, right = path.read_bytes(), contents(path)
     draw, found, unread = random.Random(5), 0, 0

@@ -39,7 +39,8 @@ def test_every_key_of_trl() -> None:
 
 def test_answers_name_keys_that_exist() -> None:
     known = OURS | {"slots", "name", "path", "preset", "prompt_column", "r", "alpha"}
-    values = {"local", "vllm", "grpo", "rloo", "dr_grpo", "reinforce_pp", "remax", "plain", "mask", "m2po", "ray"}
+    methods = {"grpo", "rloo", "dr_grpo", "reinforce_pp", "remax", "plain", "mask", "m2po"}
+    values = methods | {"local", "vllm", "ray", "server"}
     for said in {*load_hints("flat").values(), *load_hints("nested").values()}:
         for quoted in re.findall(r"`([^`]+)`", said):
             first = re.split(r"[:, ]", quoted)[0]

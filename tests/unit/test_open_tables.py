@@ -18,9 +18,9 @@ from winnow.engine import ENGINES
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.correct import CORRECTIONS, STEP_SCALES
 from winnow.methods.filter import FILTERS, AllOf
-from winnow.methods.gate import GATES, Gate
-from winnow.methods.select import SELECTORS, StreamSelector
-from winnow.methods.size import ROLLOUT_BATCHES, SIZES, GroupSize, checked_additional_size, checked_size
+from winnow.methods.gate import GATES
+from winnow.methods.select import SELECTORS
+from winnow.methods.size import ROLLOUT_BATCHES, SIZES, checked_additional_size, checked_size
 from winnow.run.build_methods import build_methods
 from winnow.run.inputs import TrainerInputs
 from winnow.run.resolved import Options
@@ -210,31 +210,6 @@ def test_a_size_out_of_its_bounds_is_named() -> None:
         checked_additional_size(size, make_group(0, [0.0, 1.0]), GroupKind.SIGNAL)
 
 
-@pytest.mark.parametrize(
-    ("base", "former", "name"),
-    [
-        (GroupSize, "next", "size_for"),
-        (GroupSize, "more", "additional_size"),
-        (GroupSize, "learn", "observe_group"),
-        (GroupSize, "observe", "observe_step"),
-        (StreamSelector, "observe", "observe_group"),
-        (Gate, "observe", "observe_group"),
-    ],
-)
-def test_a_hook_by_its_former_name_is_refused(base: type, former: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"Own: `{former}` of {base.__name__} is now `{name}`; rename it"):
-        type("Own", (base,), {former: lambda self: None})
-
-
-def test_a_file_with_a_former_hook_is_refused_under_its_key(tmp_path: Path) -> None:
-    file = tmp_path / "former.py"
-    file.write_text(
-        "from winnow.methods.size import GroupSize\n\nclass Own(GroupSize):\n    def next(self, prompt): ...\n"
-    )
-    with pytest.raises(ConfigError, match=r"^group_size: Own: `next` of GroupSize is now `size_for`; rename it"):
-        method(SIZES, f"{file}:Own", "group_size")
-
-
 class TestLists:
     def build(self, filters: Any, **config: Any) -> Any:
         c = validate({"model": "m", "env": "e", "filter": filters} | config)
@@ -258,7 +233,7 @@ class TestLists:
         [
             ([], {}, "the list is empty"),
             (["keep_all", "zero_variance"], {}, "keep_all has no effect with other filters"),
-            (["zero_variance", "zero_variance"], {}, "zero_variance is there twice"),
+            (["zero_variance", "zero_variance"], {}, "zero_variance is listed twice"),
             (["zero_varianc"], {}, "Did you mean 'zero_variance'"),
             (["winnow_test_rules:AtLeast", "zero_variance"], {"advantage": "remax"}, "zero_variance takes groups"),
             ([{"name": "zero_variance", "refill": False, "max_refill_rounds": 2}], {}, "has no effect with refill"),

@@ -117,6 +117,32 @@ def test_one_that_cannot_be_reset_fails_its_rollout_only(policy: Any, pool: Thre
     assert re.fullmatch(said, reason)
 
 
+def test_one_that_exits_answers_at_once_or_has_no_reward_fails_its_rollout_only(
+    policy: Any, pool: ThreadPoolExecutor
+) -> None:
+    class Exits(EchoEnv):
+        def reset(self) -> str | None:
+            raise SystemExit(3)
+
+    class AtOnce(Elsewhere):
+        def start_step(self, text: str) -> Any:
+            return self.env.step(text)
+
+    class Unrewarded(Elsewhere):
+        def start_reward(self) -> Future[float]:
+            raise ConnectionError("no judge")
+
+    def make(made: int) -> Any:
+        inner, kind = (Exits if made == 1 else EchoEnv)(9), {2: AtOnce, 3: Unrewarded}.get(made, Elsewhere)
+        return kind(inner, pool, lambda: 0.0)
+
+    groups = run(policy, ToyTask(make=make), max_tokens=8)
+    reasons = [r.reason for g in groups for r in g.rollouts if r.fate == Fate.FAILED]
+    assert len(reasons) == 3
+    for words in ("SystemExit: 3", "start_reward of AtOnce must return a Future, not StepResult", "no judge"):
+        assert sum(words in reason for reason in reasons) == 1, (words, reasons)
+
+
 def test_a_gate_waits_for_all_answers_and_cuts_the_group_once(policy: Any, pool: ThreadPoolExecutor) -> None:
     class Cut(Fake):
         at, asked = EnvStep(2), 0
@@ -133,6 +159,7 @@ def test_a_gate_waits_for_all_answers_and_cuts_the_group_once(policy: Any, pool:
     assert all(r.fate == Fate.CUT for g in cut for r in g.rollouts if len(r.turns) == 2)
 
 
+@pytest.mark.slow
 def test_a_run_of_many_turns_writes_what_a_gate_would_have_gone_by(
     policy: Any,
     tiny_config: dict[str, Any],

@@ -105,6 +105,7 @@ def test_a_torn_file_ends_as_the_whole_one(
         assert path.read_bytes() == content, f"cut at byte {cut}"
 
 
+@pytest.mark.slow
 def test_kill_9_between_lines_and_meta(tiny_model: Path, values: dict[str, Any], whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     call = f"profile_model({str(tiny_model)!r}, {values!r}, n=4, output=Path({str(path)!r}))"

@@ -208,6 +208,7 @@ def hub(tiny_model: Path) -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_the_hub_comes_first(hub: str, tiny_model: Path, cache: Path, tmp_path: Path) -> None:
     settings = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "PIP_NO_INDEX": "1"}
     command = [sys.executable, "-m", "winnow.cli.main", "models", "get", "smollm2-135m", "--json"]

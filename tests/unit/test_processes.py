@@ -149,6 +149,32 @@ def test_only_the_newest_weights_are_kept_on_disk(made: Any, tmp_path: Path) -> 
     assert not (tmp_path / ".weights").exists()
 
 
+def test_weights_of_another_run_are_left_alone_until_the_first_are_written(tmp_path: Path) -> None:
+    """A second start of a run, which its lock refuses, is built and closed before that."""
+    theirs = tmp_path / ".weights" / "7.safetensors"
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"")
+    second = PublishedWeights(theirs.parent)
+    second.remove()
+    assert theirs.exists()
+    second.write(StateWeights({}), 0)
+    assert [file.name for file in theirs.parent.iterdir()] == ["0.safetensors"]
+
+
+def test_groups_that_failed_with_a_sampler_come_back_although_the_next_ends_the_run(sampler: SamplerPool) -> None:
+    sampler.launch(job(0))
+    first, second = sampler._members
+    first.flights = {key: sent._replace(again=True) for key, sent in first.flights.items()}
+    second.consecutive_failures = 3
+    for member in (first, second):
+        member.last_message_at = 0.0
+    sampler._needed = 2
+    with pytest.raises(SamplersLostError):
+        sampler.poll()
+    (failed,) = sampler.close()
+    assert failed.visit.number == 0
+
+
 def test_weights_travel_in_the_type_of_the_engines(made: Any, tmp_path: Path) -> None:
     """In float32 until all samplers have told theirs, and where one computes in it."""
     embedding, matrix, norm = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"

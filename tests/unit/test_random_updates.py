@@ -178,6 +178,7 @@ def test_thirty_random_updates_are_those_of_plain_autograd() -> None:
     assert_equal(range(30))
 
 
+@pytest.mark.slow
 def test_thirty_random_updates_on_rollouts_of_several_segments() -> None:
     assert_equal(range(30), segments=True)
 

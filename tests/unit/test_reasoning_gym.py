@@ -46,6 +46,7 @@ def test_reference_answers_score_one_and_others_do_not(task):
     Rewarder(task.reward_funcs).check(prompt.columns)
 
 
+@pytest.mark.slow
 def test_verifier_that_executes_model_output_does_so_elsewhere_and_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     task = ReasoningGymConfig("countdown", train_size=2, test_size=1, prompt_format="text").build()

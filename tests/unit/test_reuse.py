@@ -74,6 +74,7 @@ def test_who_is_too_old_leaves(train: Callable[..., Metrics]) -> None:
 LAGGED = {"max_lag": 2, "rollout_batch": "adaptive"}
 
 
+@pytest.mark.cases(one_in=3)
 @pytest.mark.parametrize("more", [{}, LAGGED, {"num_iterations": 2, "step_scale": "ess"}], ids=str)
 def test_a_resume_goes_on_exactly(train: Callable[..., Metrics], tmp_path: Path, more: dict[str, Any]) -> None:
     given = {"reuse": {"updates": 3}, "max_steps": 6, "save_steps": 1} | more
@@ -83,6 +84,7 @@ def test_a_resume_goes_on_exactly(train: Callable[..., Metrics], tmp_path: Path,
     assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_an_audit_compares_with_fresh_rollouts(train: Callable[..., Metrics], tmp_path: Path) -> None:
     """Its tokens are booked with those of evaluations. Without updates there is no bias, but noise."""
     rows = train(reuse={"updates": 4, "audit": 1.0}, learning_rate=0.0, max_steps=20)

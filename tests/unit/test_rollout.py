@@ -13,7 +13,15 @@ from winnow.env.base import ModelTurn, StepResult
 from winnow.env.rewards.pooled import completion_text
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.rewards.scores import completion_of
-from winnow.rollout.evaluate import RollOut, evaluate, pass_at_k, run_jobs, summarize
+from winnow.rollout.evaluate import (
+    RollOut,
+    RolloutsFailedError,
+    evaluate,
+    pass_at_k,
+    require_judged,
+    run_jobs,
+    summarize,
+)
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.types import Fate, GroupView, Prompt, Turn, Verdict
@@ -313,8 +321,9 @@ def test_failures_are_no_wrong_answers(policy) -> None:
     assert metrics["failed"] == 0.5
     assert metrics["pass@1"] == 1.0
     every = run(policy, ToyTask(make=lambda _: EchoEnv(1, fail_at=1)), max_tokens=400)
-    with pytest.raises(RuntimeError, match="simulator went away"):
-        summarize(every)
+    assert summarize(every) == {"failed": 1.0}
+    with pytest.raises(RolloutsFailedError, match="simulator went away"):
+        require_judged(every)
 
 
 @pytest.mark.parametrize(

@@ -13,45 +13,25 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from winnow.base.errors import ConfigError
 from winnow.engine import Finished, LocalEngine, ModelReference, Request, SamplingParams
 from winnow.engine.server import client as client_module
 from winnow.engine.server import engine as engine_module
-from winnow.engine.server import options as options_module
 from winnow.engine.server.client import Client, ServerError
 from winnow.engine.server.engine import ServerEngine
 from winnow.engine.server.options import ServerOptions
-from winnow.sampler import Server
 
-from ..builders.vllm_server import Answer, StandIn
+from ..builders.vllm_server import Answer, StandIn, connect, server, tokenizer
 
+__all__ = ["server", "tokenizer"]  # fixtures
 PROMPT = "numbers 3 5 8 target 16 :"
-
-
-@pytest.fixture
-def server(tiny_model: Path) -> Iterator[StandIn]:
-    stand_in = StandIn(tiny_model)
-    yield stand_in
-    stand_in.close()
 
 
 @pytest.fixture
 def model(tiny_model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_model)
-
-
-@pytest.fixture
-def tokenizer(tiny_model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-def connect(server: StandIn, model: Path, tokenizer: Any, timeout_s: float = 20.0, **options: Any) -> ServerEngine:
-    """An engine with weights of version 0."""
-    given = ServerOptions(server.url, timeout_s, **options)
-    engine: ServerEngine = given.build(ModelReference(str(model), torch.device("cpu")), tokenizer)
-    return engine
 
 
 @pytest.fixture
@@ -383,83 +363,3 @@ def test_what_is_not_json(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(client_module, "_read", lambda response, deadline: response.read() and b"<html>")
     with pytest.raises(ServerError, match=r"is not JSON .*is this a vLLM server"):
         Client(server.url).get("/server_info", 5.0)
-
-
-# ---- servers that are refused at the start ------------------------------------------------------------------------
-
-
-def without(server: StandIn, **changes: Any) -> None:
-    for name, value in changes.items():
-        if name == "backend":
-            server.config["weight_transfer_config"] = value
-        else:
-            server.config["model_config"][name] = value
-
-
-UNUSABLE: dict[str, tuple[Callable[[StandIn], Any], str]] = {
-    "raw": (lambda s: without(s, logprobs_mode="raw_logprobs"), "start it with --logprobs-mode processed_logprobs"),
-    "no transfer": (
-        lambda s: without(s, backend=None),
-        "weight transfer is None; start it with --worker-extension-cls",
-    ),
-    "nccl": (lambda s: without(s, backend={"backend": "nccl"}), "weight transfer is nccl"),
-    "short": (lambda s: without(s, max_model_len=32), "max_model_len is 32.*--max-model-len"),
-    "no interface": (lambda s: s.statuses.update({"/server_info": 404}), "start it with VLLM_SERVER_DEV_MODE=1"),
-    "no tokens": (lambda s: s.statuses.update({"/inference/v1/generate": 403}), "start it with --enable-scale-out"),
-    "key": (lambda s: s.statuses.update({"/inference/v1/generate": 401}), "start it without --api-key"),
-    "odd": (lambda s: s.config.clear(), "its /server_info cannot be read"),
-    "dying": (
-        lambda s: s.statuses.update({"/server_info": 500}),
-        "status 500 of /server_info; it is not a vLLM server",
-    ),
-    "other model": (
-        lambda s: setattr(s._model.config, "hidden_size", 4_096),
-        "its hidden_size is 4096.*the run's model",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", list(UNUSABLE))
-def test_a_server_that_cannot_sample_for_a_run(server: StandIn, tiny_model: Path, tokenizer: Any, case: str) -> None:
-    change, message = UNUSABLE[case]
-    change(server)
-    with pytest.raises(ConfigError, match=message) as caught:
-        connect(server, tiny_model, tokenizer)
-    assert server.url in str(caught.value)
-
-
-def test_a_server_that_restarts_is_waited_for(
-    server: StandIn, tiny_model: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(options_module, "LOOK_S", 0.05)
-    server.statuses["/health"] = 503
-    threading.Timer(0.3, server.statuses.clear).start()
-    connect(server, tiny_model, tokenizer)
-    monkeypatch.setattr(options_module, "WAIT_S", 0.2)
-    server.close()
-    with pytest.raises(ServerError, match=r"no answer to /health \(ConnectionRefusedError.*correct the URL"):
-        connect(server, tiny_model, tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "url: missing"),
-        ({"url": "127.0.0.1:8000"}, "is not the address of a server; expected e.g. http://127.0.0.1:8000"),
-        ({"url": "ftp://here"}, "is not the address"),
-        ({"url": "http://here:99999"}, "is not the address"),
-        ({"url": "http://me:secret@here"}, "is not the address"),
-        ({"url": "http://here/v1/"}, "leave out /v1"),
-        ({"url": ["http://here", "http://here"]}, "named twice"),
-        ({"url": ["http://here", "http://there"], "samplers": 3}, "samplers: 3, but there is one for each of 2 url"),
-    ],
-)
-def test_urls_that_are_none(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Server(**options)
-
-
-def test_a_sampler_for_each_url() -> None:
-    server = Server(url=("http://here", "https://there/vllm/"), timeout_s=9.0)
-    assert server.samplers == server.least == 2
-    assert server.engine_of(1) == ServerOptions("https://there/vllm/", 9.0)

@@ -156,7 +156,6 @@ def test_siblings_may_differ_in_all_but_their_tokens() -> None:
         replace(
             r,
             params=replace(r.params, **more[i % 6]),
-            confidence=i % 2 == 0,
             raw_logp=i % 3 == 0,
             last_hidden=i % 4 == 0,
             report_at=(2, 4) if i % 5 == 0 else (),
@@ -247,7 +246,7 @@ def test_a_sequence_that_ends_leaves_its_row_to_the_others() -> None:
 
 def test_events_are_those_of_siblings_alone() -> None:
     model = make_model("qwen3")
-    asked = [replace(r, report_at=(1, 3), confidence=True) for r in siblings([PROMPTS[0]], temperature=0.2)]
+    asked = [replace(r, report_at=(1, 3), raw_logp=True) for r in siblings([PROMPTS[0]], temperature=0.2)]
 
     def reached(some: list[Request], engine: LocalEngine) -> dict[Any, Reached]:
         engine.submit(some)

@@ -87,6 +87,7 @@ def test_rates_rise_together_with_the_groups_that_teach(profile: Path) -> None:
     assert simulate(config(seed=3), profile) | {"seconds": 0} == simulate(config(seed=3), profile) | {"seconds": 0}
 
 
+@pytest.mark.slow
 def test_growth_is_fitted_to_where_a_run_ended(profile: Path) -> None:
     c = config(max_steps=100)
     growth = growth_to(c, profile, 0.58)

@@ -137,6 +137,7 @@ def test_what_is_not_the_models_fault_fails_the_rollout(how):
         play(task, call("fail", how=how))
 
 
+@pytest.mark.slow
 def test_what_hangs_is_ended_and_the_next_call_works():
     async def nap() -> str:
         """Sleeps."""

@@ -216,6 +216,7 @@ def test_close_ends_everything_and_fails_what_waits(functions):
         pool.call(f"{functions}:add", {"a": 1})
 
 
+@pytest.mark.slow
 def test_no_descriptor_or_thread_is_left_after_many_deaths(functions):
     process = psutil.Process()
     fds, threads, children = process.num_fds(), set(threading.enumerate()), set(process.children())

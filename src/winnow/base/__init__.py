@@ -1,3 +1,3 @@
 """Helpers independent of rollouts: keyed noise, packed arrays, durable files, intervals, failpoints."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

@@ -171,7 +171,7 @@ def _changed(
     result = dict(values)
     for key, its in (("model", change), ("reward_funcs", change), ("output_dir", output)):
         if result.get(key) is not None:
-            result[key] = _each(result[key], its)
+            result[key] = on_texts(result[key], its)
     return result | {key: _of_method(result[key], change) for key in methods if key in result}
 
 
@@ -180,16 +180,17 @@ def _of_method(spec: Any, change: Callable[[str], str]) -> Any:
     if isinstance(spec, list):
         return [_of_method(each, change) for each in spec]
     if isinstance(spec, dict):
-        changed = dict(spec) | {key: _each(value, change) for key, value in spec.items() if key in OPTIONS}
+        changed = dict(spec) | {key: on_texts(value, change) for key, value in spec.items() if key in OPTIONS}
         if "name" in spec:
             changed["name"] = _of_method(spec["name"], change)
         return changed
     return change(spec) if isinstance(spec, str) and ".py:" in spec else spec
 
 
-def _each(value: Any, change: Callable[[str], str]) -> Any:
+def on_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Change a text, or the texts of a list; other values stay."""
     if isinstance(value, list):
-        return [_each(each, change) for each in value]
+        return [on_texts(one, change) for one in value]
     return change(value) if isinstance(value, str) else value
 
 

@@ -15,22 +15,25 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from ..base.errors import ConfigError as ConfigError
+from ..base.errors import ConfigError
 from ..base.files import below_home, not_json, out_of_home
-from .errors import explain, translated
-from .errors import suggestion as suggestion
-from .options import OF_ADAPTER as OF_ADAPTER
-from .options import SECTION_KEYS, Pairs, TeacherConfig, refuse_truths, success_section, teacher_section, template_text
-from .options import AuditConfig as AuditConfig
-from .options import LoraConfig as LoraConfig
-from .options import MethodSpec as MethodSpec
-from .options import ReuseConfig as ReuseConfig
-from .options import SaveDtype as SaveDtype
-from .options import SuccessConfig as SuccessConfig
-from .options import build_options as build_options
-from .options import method as method
-from .options import name_of as name_of
-from .options import section_of as section_of
+from .errors import explain, suggestion, translated
+from .options import (
+    SECTION_KEYS,
+    AuditConfig,
+    LoraConfig,
+    MethodSpec,
+    Pairs,
+    ReuseConfig,
+    SaveDtype,
+    SuccessConfig,
+    TeacherConfig,
+    name_of,
+    refuse_truths,
+    success_section,
+    teacher_section,
+    template_text,
+)
 from .schedule import OWN, Schedule, check_schedule
 from .settings_yaml import load_yaml, read_yaml
 

@@ -52,8 +52,6 @@ class Request:
     """Keep keys and values after the sequence ends, for another turn. A later request with the same id whose prompt
     extends this prompt and its sampled tokens computes only the rest. Cancel the id if no turn follows. The engine may
     drop them; the next turn is then computed from its start."""
-    confidence: bool = False
-    """Report the confidence of every token."""
     raw_logp: bool = False
     """Report every token's log-probability before temperature, top-k and top-p."""
     last_hidden: bool = False
@@ -112,9 +110,6 @@ class Reached:
     """float32 [n]."""
     hidden: np.ndarray | None = None
     """float32 [H]: input of the lm_head for the n-th token; None from an engine without `hidden`."""
-    confidence: np.ndarray | None = None
-    """float32 [n] if requested: minus the mean log-probability of the 20 most likely tokens, before temperature and
-    filters (DeepConf)."""
     raw_logp: np.ndarray | None = None
     """float32 [n] if requested: `logp` under the model itself, before temperature, top-k and top-p."""
 
@@ -134,8 +129,6 @@ class Finished:
     """`eos`, `stop`, `length` or `cancelled`."""
     seconds: float
     """Share of engine time: sum over its steps of step time divided by active rows."""
-    confidence: np.ndarray | None = None
-    """float32 [T] if requested; see `Reached`."""
     hidden: np.ndarray | None = None
     """float32 [H] if requested: input of the lm_head for the last token."""
     raw_logp: np.ndarray | None = None
@@ -157,7 +150,6 @@ CAPABILITIES = {
     "exact_cancel": "a sequence cancelled at its event samples no further token",
     "hidden": "last hidden states in `Reached`",
     "last_hidden": "last hidden states in `Finished`",
-    "confidence": "DeepConf's confidence of every token",
     "keep_kv": "keys and values survive from turn to turn",
     "keyed_noise": "sampled tokens depend on a request's key, whatever else runs",
     "drafts": "drafts are read in one forward pass",

@@ -18,8 +18,6 @@ BLOCK, PIECE = 1024, 64
 pieces, which are too short for a rare token to be rounded away."""
 CACHED = 1 << 19
 """Logits sampled at a time: several passes over them should hit the processor's cache."""
-CONFIDENT = 20
-"""Number of log-probabilities averaged in a token's confidence."""
 
 
 class Transform(NamedTuple):
@@ -66,12 +64,6 @@ def _sample(
         tokens_N = torch.where(transform.greedy_N, logits_NV.argmax(-1), tokens_N)
     weight_N = weights_NV.gather(1, tokens_N[:, None])[:, 0]
     return tokens_N, (weight_N / total_N).log_().float()
-
-
-def confidence(logits_NV: torch.Tensor) -> torch.Tensor:
-    """Return minus the mean log-probability of the `CONFIDENT` likeliest, float32 [N] (Fu et al. 2025, DeepConf)."""
-    top_NK = logits_NV.float().topk(min(CONFIDENT, logits_NV.shape[1]), dim=-1).values
-    return logits_NV.float().logsumexp(-1) - top_NK.mean(-1)
 
 
 def raw_logp(logits_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..base.token_filters import penalized, seen
 from . import slots as col
 from .base import CAPABILITIES, Event, Finished, Request, check_request
 from .facts import Facts
-from .sampling import Transform, confidence, raw_logp, sample
+from .sampling import Transform, raw_logp, sample
 from .slots import Drawn, Rows, SlotTable
 from .stops import StopTable
 
@@ -125,7 +125,7 @@ class Sequences:
         floats = self.to_device(table.floats[:, rows])
         if not table.special[rows].any():
             tokens_N, logp_N = self.sample(logits_NV, uniform_N, Transform(floats[0], None, None, None, None))
-            return self._on_host(tokens_N, logp_N, None, None)
+            return self._on_host(tokens_N, logp_N, None)
         greedy = self.to_device(table.greedy[rows]) if table.greedy[rows].any() else None
         filtered = table.filtered(rows).any()
         filters = (self.to_device(table.ints[col.TOP_K, rows]), *floats[1:]) if filtered else (None, None, None)
@@ -135,19 +135,17 @@ class Sequences:
             seen_NV = seen(self.to_device(table.context[rows]), logits_NV.shape[1])
             drawn_from_NV = penalized(logits_NV.float(), seen_NV, self.to_device(table.penalty[rows])[:, None])
         tokens_N, logp_N = self.sample(drawn_from_NV, uniform_N, transform)
-        confidence_N = confidence(logits_NV) if table.confident[rows].any() else None
         raw_logp_N = logp_N if table.raw[rows].any() else None
         if (changed_N := table.transformed(rows))[table.raw[rows]].any():
             raw_logp_N = torch.where(self.to_device(changed_N), raw_logp(logits_NV, tokens_N), logp_N)
-        return self._on_host(tokens_N, logp_N, confidence_N, raw_logp_N)
+        return self._on_host(tokens_N, logp_N, raw_logp_N)
 
     def _on_host(self, *columns: torch.Tensor | None) -> Drawn:
         if self._device.type == "cpu":
             return Drawn(*(None if column is None else column.numpy() for column in columns))  # type: ignore[arg-type]
         given = [column.double() for column in columns if column is not None]
-        tokens, logp, *others = torch.stack(given).cpu().numpy()  # one copy and one sync
-        confidences, raw = (None if column is None else others.pop(0).astype(np.float32) for column in columns[2:])
-        return Drawn(tokens.astype(np.int64), logp.astype(np.float32), confidences, raw)
+        tokens, logp, *raw = torch.stack(given).cpu().numpy()  # one copy and one sync
+        return Drawn(tokens.astype(np.int64), logp.astype(np.float32), raw[0].astype(np.float32) if raw else None)
 
     def accept(self, rows: np.ndarray, lengths: np.ndarray, draft_N: np.ndarray, drawn: Drawn) -> np.ndarray:
         """Store what new rows draw of their drafts, up to the first other token; return how many tokens of each.

@@ -23,7 +23,6 @@ class Drawn(NamedTuple):
 
     tokens_N: np.ndarray
     logp_N: np.ndarray
-    confidence_N: np.ndarray | None
     raw_logp_N: np.ndarray | None
 
     def at(self, rows: Rows) -> Drawn:
@@ -61,9 +60,6 @@ class SlotTable:
         self.logp = np.zeros((slots, 0), dtype=np.float32)
         self.weights = np.zeros((slots, 0), dtype=np.int32)
         """Load number of the weights that sampled each token."""
-        self.confidence = np.zeros((slots, 0), dtype=np.float32)
-        self.confident = np.zeros(slots, dtype=bool)
-        """Rows with requested `confidence`."""
         self.raw_logp = np.zeros((slots, 0), dtype=np.float32)
         self.raw = np.zeros(slots, dtype=bool)
         """Rows with requested `raw_logp`."""
@@ -101,10 +97,8 @@ class SlotTable:
         ).T
         self.greedy[rows] = greedy
         self._remember(rows, requests)
-        self.confident[rows] = [r.confidence for r in requests]
         self.raw[rows] = [r.raw_logp for r in requests]
-        asked = self.greedy[rows] | self.confident[rows] | self.raw[rows]
-        self.special[rows] = asked | (self.penalty[rows] != 1) | self.filtered(rows)
+        self.special[rows] = self.greedy[rows] | self.raw[rows] | (self.penalty[rows] != 1) | self.filtered(rows)
         self.num_reused_tokens[rows] = self.num_computed_tokens[rows] = 0
         self._clock_in[rows] = self.clock
         self.row_of.update(zip((r.id for r in requests), range(rows.start, rows.stop), strict=True))
@@ -132,8 +126,6 @@ class SlotTable:
     def _store(self, at: Cells, drawn: Drawn, weights: int) -> None:
         """Store tokens at rows and columns."""
         self.tokens[at], self.logp[at], self.weights[at] = drawn.tokens_N, drawn.logp_N, weights
-        if drawn.confidence_N is not None:
-            self.confidence[at] = drawn.confidence_N
         if drawn.raw_logp_N is not None:
             self.raw_logp[at] = drawn.raw_logp_N
 
@@ -160,24 +152,21 @@ class SlotTable:
         _, top_p, min_p = self.floats[:, rows]
         return np.asarray((top_p < 1) | (min_p > 0) | (self.ints[TOP_K, rows] > 0))
 
-    def _reported(self, row: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """Return copies of a row's log-probabilities so far, and of its confidences and raw ones if requested."""
+    def _reported(self, row: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return copies of a row's log-probabilities so far, and of its raw ones if requested."""
         some = row, slice(int(self.ints[COUNT, row]))
-        confidence = self.confidence[some].copy() if self.confident[row] else None
-        raw_logp = self.raw_logp[some].copy() if self.raw[row] else None
-        return self.logp[some].copy(), confidence, raw_logp
+        return self.logp[some].copy(), self.raw_logp[some].copy() if self.raw[row] else None
 
     def reached(self, row: int, hidden: np.ndarray) -> Reached:
-        logp, confidence, raw_logp = self._reported(row)
-        return Reached(self.requests[row].id, len(logp), logp, hidden, confidence, raw_logp)
+        logp, raw_logp = self._reported(row)
+        return Reached(self.requests[row].id, len(logp), logp, hidden, raw_logp)
 
     def finished(self, row: int, reason: str, versions: np.ndarray, hidden: np.ndarray | None = None) -> Finished:
         id_, tokens, seconds = self.requests[row].id, self.sampled(row)[0].copy(), self.clock - self._clock_in[row]
-        logp, confidence, raw_logp = self._reported(row)
+        logp, raw_logp = self._reported(row)
         computed = int(self.num_computed_tokens[row]) if self.counts_computed else None
         counts = int(self.num_reused_tokens[row]), computed
-        more = confidence, hidden, raw_logp, *counts
-        return Finished(id_, tokens, logp, versions, reason, float(seconds), *more)
+        return Finished(id_, tokens, logp, versions, reason, float(seconds), hidden, raw_logp, *counts)
 
     def remove(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Drop rows and fill the holes with the last rows; return the moves (targets, sources) for the cache."""
@@ -196,10 +185,7 @@ class SlotTable:
     def _move(self, targets: np.ndarray, sources: np.ndarray) -> None:
         for rows_last in (self.ints, self.floats):
             rows_last[:, targets] = rows_last[:, sources]
-        flags, values = (
-            (self.greedy, self.special, self.confident, self.raw),
-            (self.logp, self.confidence, self.raw_logp),
-        )
+        flags, values = (self.greedy, self.special, self.raw), (self.logp, self.raw_logp)
         counts = self.num_reused_tokens, self.num_computed_tokens
         others = self.tokens, self.weights, self.penalty, self.context, self._clock_in
         for rows_first in (*flags, *values, *counts, *others):
@@ -224,7 +210,7 @@ class SlotTable:
     def _widen(self, columns: int) -> None:
         extra = columns - self.tokens.shape[1]
         if extra > 0:
-            for name in ("tokens", "logp", "weights", "confidence", "raw_logp"):
+            for name in ("tokens", "logp", "weights", "raw_logp"):
                 setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, extra))))
 
 

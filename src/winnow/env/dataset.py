@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..base.dotted import nearest
-from ..base.files import tilde
+from ..base.files import on_texts, tilde
 from ..types import Message, Prompt
 from .base import OneTurn, RewardFn
 from .chat import is_begun
@@ -175,7 +175,7 @@ class DatasetTask(OneTurn):
     def fingerprint(self) -> str:
         if self._fingerprint is None:
             own = {field.name: getattr(self.config, field.name) for field in fields(DatasetConfig)}
-            own = {k: tilde(v) if isinstance(v, str) else v for k, v in own.items()}
+            own = {key: on_texts(value, tilde) for key, value in own.items()}
             digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode())
             encode = json.JSONEncoder(sort_keys=True, default=str).encode
             for part in (self.train, self.test):

@@ -154,8 +154,7 @@ def _of_own_advantages(trainer: Any, c: RunConfig, m: Methods, own_advantages: b
         if judges or getattr(m.selector, "skips", True):
             yield (
                 "multi_objective_aggregation: normalize_then_sum finds a signal in groups whose weighted sums are "
-                "equal, but filters, selectors and gates treat these as worthless; use sum_then_normalize, or remove "
-                "them"
+                "equal, but filters, selectors and gates skip them; use sum_then_normalize, or remove these"
             )
     elif trainer.scale_rewards == "batch" and m.filter.refill and not own_advantages:
         yield (

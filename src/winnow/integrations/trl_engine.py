@@ -272,7 +272,8 @@ class TrlSampler(JobQueue):
         return of_engine | self._seconds.take()
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
-        return [group for part in _of_one_size(jobs) for group in self._finished(part)]
+        done = {group.visit.number: group for part in _of_one_size(jobs) for group in self._finished(part)}
+        return [done[job.visit.number] for job in jobs]
 
     def _finished(self, jobs: list[Job]) -> list[Group]:
         size = jobs[0].size

@@ -176,7 +176,8 @@ class LoopInTrl:
         c, m, state, _ = self.config, self._methods, self._resumed, self._code
         mark, step = (None, 0) if state is None else (state["ledger"], state["loop"]["step"])
         self._ledger = ledger = open_account(c, m, mark, step)
-        self._records = Records(self.run_dir, c, (state or {}).get("offsets"), tokenizer=self._trainer._tokenizer)
+        offsets, turns = (state or {}).get("offsets"), self._task.max_turns
+        self._records = Records(self.run_dir, c, offsets, max_turns=turns, tokenizer=self._trainer._tokenizer)
         if self._changed:
             self._warn(self._changed)
         no_fault = frozenset() if "max_failed_share" in c.model_fields_set else frozenset({NO_REWARD})

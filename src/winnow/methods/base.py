@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.dotted import TargetError
 from ..base.state import Stateful
 from ..config import RunConfig
 from ..config.options import name_of
@@ -44,8 +43,8 @@ class RunFacts:
                 if getattr(each, "wants_signal", False) and not self.group_relative:
                     name = _name(self.config, key, place)
                     yield (
-                        f"{key}: {name} takes groups with equal rewards for worthless, but advantage: "
-                        f"{name_of(self.config.advantage)} learns from them; choose another {key}, or an advantage "
+                        f"{key}: {name} skips groups with equal rewards, but advantage: "
+                        f"{name_of(self.config.advantage)} can learn from them; choose another {key}, or an advantage "
                         "relative to the group"
                     )
         for key, options in self.options.items():
@@ -67,26 +66,7 @@ def refuse_unused(options: Any, names: Sequence[str], why: str) -> None:
             raise ValueError(f"{name} has no effect {why}")
 
 
-FORMER_HOOKS: dict[str, dict[str, str]] = {
-    "GroupSize": {"next": "size_for", "more": "additional_size", "learn": "observe_group", "observe": "observe_step"},
-    "StreamSelector": {"observe": "observe_group"},
-    "Gate": {"observe": "observe_group"},
-}
-"""Base class -> former name of a hook -> name now."""
-
-
-class Method(Stateful):
-    """Base of methods that users derive from. Raises TargetError where a class has a hook by its former name."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        for base in cls.__mro__:
-            for former, name in FORMER_HOOKS.get(base.__name__, {}).items():
-                if hasattr(cls, former):
-                    raise TargetError(f"{cls.__name__}: `{former}` of {base.__name__} is now `{name}`; rename it")
-
-
-class LearningMethod(Method):
+class LearningMethod(Stateful):
     """Default hooks of selectors, gates and filters; those that learn override them."""
 
     def end_step(self) -> None:

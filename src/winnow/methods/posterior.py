@@ -113,8 +113,7 @@ class Predictions:
     def add(self, group: Group, a: float, b: float, judge: GroupJudge, probe: int | None = None) -> None:
         """Compare a finished group with the posterior before it, Beta(a, b).
 
-        `probe`: only so many siblings count. The others are there only if these are mixed, and would tell what was to
-        be predicted.
+        `probe`: only so many siblings count. Later ones exist only where the first are mixed: they would leak it.
         """
         rewards = [r.reward for r in group.siblings[:probe] if r.reward is not None]
         kind = judge.of_rewards(rewards)

@@ -1,4 +1,4 @@
-"""The tables of methods and tasks whose options need no model: a fault in them is told before torch is imported."""
+"""The tables of methods and tasks whose options need no model: invalid ones are reported before torch is imported."""
 
 from __future__ import annotations
 

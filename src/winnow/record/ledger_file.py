@@ -115,7 +115,7 @@ def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
         raise LedgerError(f"{path}: {what}. Name another run directory, or move this file away.")
     if version != SCHEMA_VERSION:
         newer = version > SCHEMA_VERSION
-        remedy = "Upgrade winnow-rl" if newer else "Finish its run with winnow-rl 0.1, or start a new run directory"
+        remedy = "Upgrade winnow-rl" if newer else "Start a new run directory"
         raise LedgerError(
             f"{path}: written by {'a newer' if newer else 'an earlier'} Winnow (ledger schema {version}, this one has "
             f"{SCHEMA_VERSION}). {remedy}."

@@ -96,7 +96,7 @@ def totals_rows(table: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
 
 
 def probed(db: sqlite3.Connection) -> dict[str, float]:
-    """Return rollouts, tokens and seconds of comparisons of engine and learner; earlier versions booked none."""
+    """Return rollouts, tokens and seconds of comparisons of engine and learner."""
     types = {"rollouts": "INTEGER", "tokens": "INTEGER", "seconds": "REAL"}
     sums = ", ".join(f"CAST(json_extract(value, '$.{name}') AS {kind})" for name, kind in types.items())
     found = db.execute(f"SELECT {sums} FROM meta WHERE key = ?", (PROBE,)).fetchone()

@@ -88,12 +88,11 @@ class StopConditions:
         """The latest consecutive ones in which every group was solved."""
 
     def begin_step(self) -> None:
+        """Forget what a refill has rejected, as after a group that was accepted."""
         self._rejected: list[str] = []
         """Prompts and reasons of consecutive groups that a refill rejected."""
         self._easy = self._lacking = self._teaching = 0
         """Number of them that are solved, lack rewards, or had a signal that the filter rejected."""
-
-    accepted = begin_step
 
     def rejected(self, group: Group, reason: str, refusal: str | None) -> None:
         """Count a group that a refilling filter rejected, or that was refused before it (`refusal`)."""

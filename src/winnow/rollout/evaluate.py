@@ -132,7 +132,7 @@ def summarize(groups: Sequence[Group], success: Success | None = None) -> dict[s
     and of truncated (`clipped_ratio`) rollouts.
 
     pass@k is a mean over the groups with at least k judged rollouts; it is absent while `success` (default: a reward of
-    1) is undecided. Raises RolloutsFailedError when no rollout has a reward.
+    1) is undecided. Without a judged rollout there is `failed` alone.
     """
     success = success or Success()
     counts, rewards, lengths, failed, total = [], [], [], 0, 0
@@ -146,7 +146,7 @@ def summarize(groups: Sequence[Group], success: Success | None = None) -> dict[s
             rewards.append(float(scored.mean()))
     metrics = {"failed": failed / max(total, 1)}
     if not counts:
-        raise RolloutsFailedError(f"no rollout could be judged: all {total} failed; {_first_reason(groups)}")
+        return metrics
     largest = max(n for n, _ in counts)
     for k in [2**i for i in range(largest.bit_length())]:
         metrics[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts if n >= k]))
@@ -156,6 +156,10 @@ def summarize(groups: Sequence[Group], success: Success | None = None) -> dict[s
     return metrics
 
 
-def _first_reason(groups: Sequence[Group]) -> str:
-    reasons = [r.reason for g in groups for r in g.rollouts if r.reason]
-    return f"first cause: {reasons[0]}" if reasons else "no prompts were given"
+def require_judged(groups: Sequence[Group]) -> None:
+    """Raise RolloutsFailedError when no rollout has a reward."""
+    rollouts = [r for group in groups for r in group.rollouts]
+    if all(r.reward is None for r in rollouts):
+        causes = [r.reason for r in rollouts if r.reason]
+        cause = f"first cause: {causes[0]}" if causes else "no prompts were given"
+        raise RolloutsFailedError(f"no rollout could be judged: all {len(rollouts)} failed; {cause}")

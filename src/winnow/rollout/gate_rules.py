@@ -112,7 +112,6 @@ class ActiveRules:
                 hidden=event.hidden,
                 logp=event.logp,
                 logp_before=sibling.sampled_logp(),
-                confidence=event.confidence,
                 raw_logp=event.raw_logp,
                 absent=group.absent,
                 progress=group.progress,

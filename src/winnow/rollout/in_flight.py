@@ -65,7 +65,6 @@ class Sibling:
     """Beginning of the assistant's turn in the prompt, which the next action continues."""
     pieces: list[tuple[np.ndarray, bool, np.ndarray, np.ndarray]] = field(default_factory=list)
     """(token ids, sampled?, log-probs, versions), in order."""
-    confidences: list[np.ndarray] = field(default_factory=list)
     raw_logps: list[np.ndarray] = field(default_factory=list)
     turn_tokens: list[tuple[int, ...]] = field(default_factory=list)
     """Tokens of each turn."""
@@ -217,7 +216,6 @@ class Sibling:
             if at in starts:
                 self.pieces[i] = (ids, False, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32))
             at += len(ids)
-        self.confidences = [c for i, c in enumerate(self.confidences) if i not in abandoned]
         self.raw_logps = [logp for i, logp in enumerate(self.raw_logps) if i not in abandoned]
         for turn in left_out:
             turn.abandoned = True
@@ -255,7 +253,6 @@ class Sibling:
         ended.versions = _joined(versions, np.int32)
         ended.stop_reason, ended.fate, ended.reason = stop_reason, fate, reason
         ended.text = "".join(t.action + (t.observation or "") for t in ended.turns)
-        ended.confidence = np.concatenate(self.confidences) if self.confidences else None
         ended.raw_logp = np.concatenate(self.raw_logps) if self.raw_logps else None
         return ended
 

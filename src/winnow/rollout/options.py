@@ -28,7 +28,7 @@ class RolloutOptions:
     max_prompt_length: int
     seed: int
     report: frozenset[str] = frozenset()
-    """Arrays that rollouts carry on top of those for rules: a subset of {"confidence", "last_hidden", "raw_logp"}."""
+    """Arrays that rollouts carry on top of those for rules: a subset of {"last_hidden", "raw_logp"}."""
     greedy_baseline: bool = False
     """Launch one more rollout a group, at temperature 0. No rule decides about it, waits for it or sees it."""
     context_length: int | None = None
@@ -106,7 +106,6 @@ def turn_requests(
                 key=noise_key(rollout.sibling, turn, key=group_key),
                 report_at=() if rollout.greedy else report_at,
                 keep=keep,
-                confidence="confidence" in report,
                 raw_logp="raw_logp" in report,
                 last_hidden="last_hidden" in report,
                 draft=drafts[before][:length] if options.drafts else (),

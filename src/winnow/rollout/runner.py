@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from ..base.seconds import Seconds
@@ -204,8 +205,6 @@ class RolloutRunner:
             sibling.sampled(f)
             sibling.rollout.turns.append(turn)
             sibling.rollout.last_hidden = f.hidden
-            if f.confidence is not None:
-                sibling.confidences.append(f.confidence)
             limit = self._limit(flight, sibling) if f.stop_reason == "length" else ""
             if sibling.env is None:
                 turn.taken = True
@@ -236,6 +235,11 @@ class RolloutRunner:
             answer = shared_calls().awaited(answer)
         elif not isinstance(sibling.env, OverlappingEnv):
             return False
+        elif not isinstance(answer, Future):
+            raise TypeError(
+                f"start_reset, start_step and start_reward of {type(sibling.env).__name__} must return a Future, not "
+                f"{type(answer).__name__}"
+            )
         independent, due = getattr(sibling.env, "independent", False), self.engine.clock + OVERLAP
         self._answers.pending.append(Awaited(flight, sibling, answer, due, independent, limit))
         return True
@@ -271,7 +275,7 @@ class RolloutRunner:
                     self._submit(flight, [sibling])
                 elif sibling.running:
                     self._observed(flight, sibling, result)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if sibling.running:
                     sibling.fail(f"the environment failed: {described(error)}")
         for flight in {a.flight.key: a.flight for a in due}.values():
@@ -335,7 +339,12 @@ class RolloutRunner:
     def _use_up(self, flight: Flight, sibling: Sibling, limit: str, *, rewarded: bool = False) -> None:
         """End a rollout at a limit, with the reward that its environment gives it then, unless it has just given it."""
         ask = None if rewarded else getattr(sibling.env, "start_reward", None)
-        if ask is None or not self._is_later(flight, sibling, ask(), limit=limit):
+        try:
+            later = ask is not None and self._is_later(flight, sibling, ask(), limit=limit)
+        except (Exception, SystemExit) as error:
+            sibling.fail(f"the environment raised {described(error)}")
+            return
+        if not later:
             self._end_episode(flight, sibling, limit)
 
     def _end_episode(self, flight: Flight, sibling: Sibling, stop_reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from ..methods.gate.audit import rules_of
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext
-from ..sampler.base import PoolOptions
 from ..sampler.weights import fingerprints
 from ..types import Group, Job, Rollout
 from .build_methods import Methods, build_methods, build_success, warn_of_profile
@@ -139,32 +139,33 @@ def build(
     c, own_engines = r.config, r.options.own_engines
     r.set_threads()
     require_places(r)
-    policy, engine = build_policy(r, inputs.processing_class, checkpoint, with_engine=not own_engines)
-    rewarder = build_rewarder(c, task, inputs.reward_list)
-    check_prompts(c, task, rewarder, policy.tokenizer, engine)
-    learner = build_learner(policy, r)
-    success = build_success(c, task, rewarder.aliases, c.reward_weights)
-    if not resumed:
-        warn_of_profile(c, task, rewarder, success)
-    m = build_methods(c, r.options, task.train, success)
-    require_whole_groups(c, m, rewarder.comparing)
-    if not resumed:
-        warn_of_sizes(c, task)
-        require_reuse(c, r.options.sync, bool(m.rollout_batch.carry))
-    greedy = m.advantage.greedy_baseline
-    runner = None
-    if engine is not None:
-        by_purpose = rollout_options(c, greedy_baseline=greedy)
-        runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, by_purpose, rules_of(m.gates, m.audits))
-    behind = c.max_lag - m.rollout_batch.carry - r.options.overlap  # what is carried or ahead waits for a step
-    gpu = (learner.device.index or 0) if learner.device.type == "cuda" else None
-    sampler = build_sampler(
-        r,
-        SamplerContext(
+    with ExitStack() as built:  # what a failed start leaves nothing of
+        policy, engine = build_policy(r, inputs.processing_class, checkpoint, with_engine=not own_engines)
+        built.callback(close_engine, engine)
+        rewarder = build_rewarder(c, task, inputs.reward_list)
+        built.callback(rewarder.close)
+        check_prompts(c, task, rewarder, policy.tokenizer, engine)
+        learner = build_learner(policy, r)
+        built.callback(learner.close)
+        success = build_success(c, task, rewarder.aliases, c.reward_weights)
+        if not resumed:
+            warn_of_profile(c, task, rewarder, success)
+        m = build_methods(c, r.options, task.train, success)
+        require_whole_groups(c, m, rewarder.comparing)
+        if not resumed:
+            warn_of_sizes(c, task)
+            require_reuse(c, r.options.sync, bool(m.rollout_batch.carry))
+        greedy = m.advantage.greedy_baseline
+        runner = None
+        if engine is not None:
+            by_purpose = rollout_options(c, greedy_baseline=greedy)
+            runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, by_purpose, rules_of(m.gates, m.audits))
+        gpu = (learner.device.index or 0) if learner.device.type == "cuda" else None
+        context = SamplerContext(
             task=task,
             tokenizer=policy.tokenizer,
             greedy_baseline=greedy,
-            behind=behind,
+            behind=c.max_lag - m.rollout_batch.carry - r.options.overlap,  # what is carried or ahead waits for a step
             runner=runner,
             seed=c.seed,
             settings=c.model_dump(mode="json"),
@@ -175,13 +176,15 @@ def build(
             cores=r.options.cores,
             gpu=gpu,
             entry=entry,
-        ),
-    )
-    parts = Parts(r, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)
-    parts.teacher = _teacher_of(r, learner, policy, task)
-    if engine is not None:
-        engine.load_weights(learner.weights(), 0)
-        parts.compare()
+        )
+        sampler = r.options.sync.build(context)
+        built.callback(sampler.close)
+        parts = Parts(r, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)
+        parts.teacher = _teacher_of(r, learner, policy, task)
+        if engine is not None:
+            engine.load_weights(learner.weights(), 0)
+            parts.compare()
+        built.pop_all()
     return parts
 
 
@@ -199,26 +202,6 @@ def require_held_out(task: Task) -> None:
     """Raise ConfigError if there are no held-out prompts."""
     if not task.test:
         raise ConfigError("eval_dataset: no held-out prompts to evaluate on; give some (env: test)")
-
-
-def build_sampler(r: Resolved, context: SamplerContext) -> Sampler:
-    """Build the sampler. Raises ConfigError when options do nothing, or contradict others."""
-    c, options = r.config, r.options.sync
-    if r.options.asynchronous and c.changed(("rollout_batch",)):
-        sync = name_of(c.sync) if r.options.own_engines else "lag: continuous"
-        raise ConfigError(
-            f"rollout_batch: has no effect with sync: {sync}, which starts groups as soon as they can "
-            "still be trained within max_lag; remove it"
-        )
-    lags = context.behind > 0 or r.options.overlap or r.options.own_engines
-    if not lags and c.changed(("sync",)):
-        raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
-    if isinstance(options, PoolOptions) and options.timeout_s <= c.reward_timeout_s:
-        raise ConfigError(
-            f"sync: timeout_s={options.timeout_s:g} must be above reward_timeout_s={c.reward_timeout_s:g}, or a "
-            "sampler that waits for a reward counts as stuck; raise it"
-        )
-    return options.build(context)
 
 
 def build_rewarder(c: RunConfig, task: Task, given: Sequence[RewardSpec] | None = None) -> Rewarder:

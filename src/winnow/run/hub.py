@@ -21,7 +21,7 @@ from ..base.errors import ConfigError
 from ..base.sanitize import redact
 from ..config import RunConfig
 from ..config.options import name_of
-from ..engine.saving import recast, types_from
+from ..engine.saving import recast, types_from, types_of
 from ..types import Fate
 from . import checkpoint
 from .resolved import all_methods
@@ -68,12 +68,12 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
         else:
             source = folder
         step = _step(folder)
-        if step is not None and c.save_dtype != "auto":  # checkpoints are float32
-            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="winnow-push-"))
-            typed = Path(temporary, "model")
-            recast(source, typed, types_from(c.save_dtype))
-            source = typed
+        types = types_from(c.save_dtype)
         try:
+            if types and ((source / "adapter_config.json").exists() or types != types_of(source)):
+                typed = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="winnow-push-")), "model")
+                recast(source, typed, types)
+                source = typed
             from huggingface_hub import HfApi
 
             api = HfApi(library_name="winnow")

@@ -47,6 +47,11 @@ class TrainerInputs:
             raise ConfigError(
                 f"reward_funcs: expected a function, a reward model or their names, got {self.reward_funcs!r}"
             )
+        if self.reward_funcs is not None and not (callable(self.reward_funcs) or isinstance(self.reward_funcs, str)):
+            return replace(self, reward_funcs=list(self.reward_funcs))._normalized_env()
+        return self._normalized_env()
+
+    def _normalized_env(self) -> TrainerInputs:
         env = self.env
         if isinstance(env, Task) and self.train_dataset is not None:
             raise ConfigError("train_dataset: the task given as env brings its own prompts; give one of them")

@@ -27,7 +27,6 @@ def plan(trainer: Trainer) -> dict[str, Any]:
     """Return the plan. Figures are upper bounds; completions usually end earlier."""
     c, parameters, trained = trainer.config, trainer.learner.sizes.total, trainer.learner.sizes.trained
     rollouts = rollouts_per_step(trainer)
-    longest = c.longest
     example = prompt_example(trainer.task, trainer.tokenizer)
     evaluations = c.max_steps // c.eval_steps + 1 if c.eval_steps else 0
     r, why, warnings = trainer.resolved, trainer.resolved.why, trainer.resolved.warnings
@@ -50,10 +49,8 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "evaluations": evaluations,
         "right": str(trainer.methods.judge.success),
         "weights_mib": round(4 * parameters / MIB, 1),
-        "gradients_and_optimizer_mib": round(12 * trained / MIB, 1),
         "published_mib": round(sum(spec.bytes for spec in trainer.learner.weights().specs.values()) / MIB, 1),
         "engine_weights_mib": round(engine_bytes(r.engine) * parameters / MIB, 1),
-        "kv_cache_mib": round(getattr(trainer.engine, "kv_bytes_per_token", 0) * _slots(trainer) * longest / MIB, 1),
         "tokens_per_microbatch": c.tokens_per_microbatch,
         "gradient_checkpointing": c.gradient_checkpointing,
         "save_dtype": c.save_dtype,
@@ -151,9 +148,3 @@ def rollouts_per_step(trainer: Trainer) -> int:
     """Return the rollouts of a step with the largest groups; a filter that refills may need more."""
     m = trainer.methods
     return trainer.config.prompts_per_step * (m.group_size.largest + m.advantage.greedy_baseline)
-
-
-def _slots(trainer: Trainer) -> int:
-    options = getattr(trainer.engine, "options", None)
-    rollouts = rollouts_per_step(trainer)
-    return min(getattr(options, "slots", rollouts), rollouts)

@@ -7,24 +7,20 @@ not touch disk, network, device or weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..base.errors import ConfigError
-from ..config import RunConfig, as_saved, from_saved, validate
+from ..config import RunConfig
 from ..config.options import UNLIMITED, MethodSpec, method, name_of, section_of
 from ..engine import ENGINES, LocalOptions, VllmOptions
 from ..engine.initial_model import InitialModel
 from ..engine.vllm.options import ALONE, SHARED
-from ..learner.step import scheduled_lr
-from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..sampler import Processes
+from ..sampler.base import PoolOptions
 from .budget import AT_LEAST, AT_MOST, GIB, Budget, Shapes, engine_bytes
-from .build_methods import step_options
 from .resolved import AUTO, Machine, Options, Resolved
 
 PAYS_FROM = 10_000_000
@@ -63,7 +59,7 @@ def resolve(
     spec, engine, because = _chosen_engine(c, options, machine, parameters, alone)
     why |= {"engine": because} if because else {}
 
-    dtype: str = "bfloat16" if machine.planned_gpus and c.dtype == "auto" else c.dtype
+    dtype: str = c.dtype
     preferred, why_preferred = choose_dtype(c, parameters, machine)
     engine_follows = dtype == "auto" or (on_gpu and not resumed)
     if dtype == "auto":
@@ -107,9 +103,24 @@ def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = Fal
 
 
 def require_sync(c: RunConfig, options: Options, device: str) -> None:
-    """Raise ConfigError where rollouts of this process cannot run during updates, or go on across them."""
+    """Raise ConfigError where options of `sync` do nothing, contradict others, or cannot work on this machine."""
+    carried = options.methods["rollout_batch"][0].build(c.prompts_per_step).carry
+    if options.asynchronous and c.changed(("rollout_batch",)):
+        sync = name_of(c.sync) if options.own_engines else "lag: continuous"
+        raise ConfigError(
+            f"rollout_batch: has no effect with sync: {sync}, which starts groups as soon as they can "
+            "still be trained within max_lag; remove it"
+        )
+    lags = c.max_lag > carried or options.overlap or options.own_engines  # what is carried waits for a step
+    if not lags and c.changed(("sync",)):
+        raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
+    if isinstance(options.sync, PoolOptions) and options.sync.timeout_s <= c.reward_timeout_s:
+        raise ConfigError(
+            f"sync: timeout_s={options.sync.timeout_s:g} must be above reward_timeout_s={c.reward_timeout_s:g}, or a "
+            "sampler that waits for a reward counts as stuck; raise it"
+        )
     mode = "overlap" if options.overlap else "lag: continuous" if options.continuous else ""
-    later = options.continuous or options.methods["rollout_batch"][0].build(c.prompts_per_step).carry
+    later = options.continuous or carried
     if options.overlap and c.max_lag < 1 + later:
         raise ConfigError(
             "sync: overlap: groups are trained one step after they were sampled, and a surplus that is carried, or "
@@ -353,47 +364,3 @@ def choose_checkpointing(model: Any, longest: int, memory: int) -> tuple[bool, s
     why = f"{longest:,} tokens need about {needed / GIB:.2g} GiB of {memory / GIB:.2g} GiB without it"
     layers = any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
     return layers and needed > LONGEST_ROW_SHARE * memory, why
-
-
-# ---------------------------------------------------------------- changes on a resume
-
-MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sleep"})
-"""Engine options that bound its memory."""
-
-
-def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Raise ConfigError with the difference if `config` would change what the rest of the run computes."""
-    begun = validate(from_saved(saved))
-    before, now = as_saved(begun), as_saved(config)
-    free = MAY_CHANGE_ON_RESUME | {"output_dir"}
-    options = [Options.from_config(c) for c in (begun, config)]
-    repeatable = any("repeatable" in each.sync.provides for each in options)
-    if before["sync"] != now["sync"] and (repeatable or name_of(before["sync"]) != name_of(now["sync"])):
-        free -= {"sync"}
-    if any(each.continuous for each in options):  # rollouts in flight end where one is due
-        free -= {"save_steps", "eval_steps"}
-    elastic = all("elastic" in getattr(each.learner, "provides", ()) for each in options)
-    if not elastic or name_of(before["learner"]) != name_of(now["learner"]):
-        free -= {"learner"}
-    if _without_memory_options(before["engine"]) != _without_memory_options(now["engine"]):
-        free -= {"engine"}
-    if not _same_rates(begun, config, *options):
-        free -= {"max_steps"}
-    changed = [k for k in now if before.get(k) != now[k] and k not in free]
-    if changed:
-        shown = "; ".join(f"{k}: was {before.get(k)!r}, is {now[k]!r}" for k in changed)
-        if "max_steps" in changed:
-            own = "lr_scheduler_type" if begun.warmup == config.warmup else "warmup_steps, a share of it"
-            shown += f" (learning rates depend on it, by {own}; start a new run)"
-        raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
-
-
-def _same_rates(begun: RunConfig, now: RunConfig, *options: Options) -> bool:
-    """Whether the learning rates of the steps that both configurations have are the same, and the one after them."""
-    before, after = (step_options(c, each) for c, each in zip((begun, now), options, strict=True))
-    steps = range(min(begun.max_steps, now.max_steps) + 1)
-    return begun.max_steps == now.max_steps or all(scheduled_lr(n, before) == scheduled_lr(n, after) for n in steps)
-
-
-def _without_memory_options(engine: MethodSpec) -> dict[str, Any]:
-    return {key: value for key, value in section_of(engine).items() if key not in MEMORY_OPTIONS}

@@ -30,7 +30,7 @@ from ..record.stop_conditions import RunStoppedError, TaskSolvedError
 from ..record.user_code import changes, code_of
 from ..record.watchdogs import Watchdogs, first_figures
 from ..reuse import Reuse
-from ..rollout.evaluate import Evaluation
+from ..rollout.evaluate import Evaluation, require_judged
 from ..rollout.profile import Profiler
 from ..sampler import SamplersLostError
 from ..sampler.base import SamplerRefusedError
@@ -58,11 +58,9 @@ class Session:
         self.parts = parts
         self.config = parts.config
         self.run_dir = Path(parts.config.output_dir)
-        self.stop_requested = False
         self._resume_from, self._begun_at = resume_from, begun_at
-        self._callbacks = callbacks
-        self._console = console
-        self._solved = self._said_undecided = False
+        self._callbacks, self._console = callbacks, console
+        self.stop_requested = self._solved = self._said_undecided = False
         self._compare_at = 1
         self._evaluated_at: int | None = None
         self._metrics: dict[str, float] = {}
@@ -90,7 +88,8 @@ class Session:
         with ExitStack() as stack:  # closed if this fails
             self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
             self._open_ledger(state)
-            shutil.rmtree(self.run_dir / "model", ignore_errors=True)  # of an earlier end of this run
+            for ended in ("model", checkpoint.WRITING):  # of an earlier end of this run
+                shutil.rmtree(self.run_dir / ended, ignore_errors=True)
             offsets, step = (state["offsets"], state["loop"]["step"]) if state else (None, None)
             turns = parts.task.max_turns
             self._records = Records(self.run_dir, c, offsets, step=step, max_turns=turns, tokenizer=parts.tokenizer)
@@ -121,16 +120,13 @@ class Session:
             self._look_at_agreement(self.loop.step)
             self._look_at_success(self.loop.step)
             self._notify("on_train_begin")
-            if state is None:
-                self._evaluate_the_start()
+            if state is None and (evaluation := self._evaluate(0)) is not None:
+                require_judged(evaluation.groups)
+                metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
+                self._record(0, metrics, [])
+                self.loop.warn_of_evaluation(evaluation)
             self._clock.rest("load")
             self._open_parts = stack.pop_all()
-
-    def _evaluate_the_start(self) -> None:
-        if (evaluation := self._evaluate(0)) is not None:
-            metrics = {"step": 0, "num_tokens": 0} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
-            self._record(0, metrics, [])
-            self.loop.warn_of_evaluation(evaluation)
 
     def _open_ledger(self, state: Mapping[str, Any] | None) -> None:
         """Roll back what a crash left in the ledger, or start a new one."""
@@ -258,10 +254,12 @@ class Session:
         """Save the model as a Hugging Face directory and close the ledger; return last evaluation and totals."""
         self._save_if_due(self.loop.step, True)
         rows = read_metrics(self.run_dir)
-        self.parts.export(self.run_dir / "model")
+        writing = self.run_dir / checkpoint.WRITING
+        self.parts.export(writing)
         self.loop.close()
-        write_card(self.run_dir / "model", self.config, self.ledger.totals(), rows)
-        readable(self.run_dir / "model")
+        write_card(writing, self.config, self.ledger.totals(), rows)
+        readable(writing)
+        writing.rename(self.run_dir / "model")  # whole, or not there
         self.ledger.set_meta("finished", "true")
         self.ledger.set_meta("solved", str(self._solved).lower())
         push_if_due(self.run_dir, self.config)
@@ -305,8 +303,7 @@ class Session:
 
     def _look_at_agreement(self, step: int) -> None:
         agreement, self.parts.agreement = self.parts.agreement, None
-        message = self._watchdogs.probed(agreement.mean) if agreement is not None else None
-        if message:
+        if agreement is not None and (message := self._watchdogs.probed(agreement.mean)):
             self._warn(step, message)
 
     def _look_at_success(self, step: int) -> None:

@@ -15,7 +15,7 @@ from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..learner import Policy
 from ..record.records import LEDGER, fingerprints_of, read_config
-from ..rollout.evaluate import RollOut, evaluate, run_jobs
+from ..rollout.evaluate import RollOut, evaluate, require_judged, run_jobs
 from ..rollout.runner import RolloutRunner
 from . import checkpoint
 from .build import build_policy, build_rewarder
@@ -41,6 +41,7 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
             check_rewards(task, prompts[0], rewarder)
             success = build_success(c, task, rewarder.aliases, c.reward_weights)
             evaluation = evaluate(roll_out, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
+            require_judged(evaluation.groups)
     return {
         "model": name,
         "right": str(success),

@@ -33,7 +33,6 @@ from .build import build, build_rewarder, require_held_out
 from .callbacks import CallbackArguments, Callbacks, TrainerState
 from .checkpoint import refuse_used_directory
 from .inputs import TrainerInputs, config_from, given_again, refuse_resume
-from .resolve import refuse_changes
 from .session import Session
 
 
@@ -79,7 +78,7 @@ class Trainer:
         run_dir: str | Path,
         overrides: Mapping[str, Any] | None = None,
         *,
-        callbacks: Iterable[Any] = (),
+        callbacks: Iterable[Any] | None = (),
         **given: Any,
     ) -> Trainer:
         """Return a trainer that continues from the last checkpoint of `run_dir`.
@@ -90,7 +89,7 @@ class Trainer:
         trainer = cls.__new__(cls)
         again = TrainerInputs(**given_again(given)).normalized()
         saved = resumed_config(Path(run_dir), overrides or {})
-        trainer._set_up(again, again.config(saved.model_dump(), resumed=True), callbacks, resume=True)
+        trainer._set_up(again, again.config(saved.model_dump(), resumed=True), callbacks or (), resume=True)
         return trainer
 
     def _set_up(self, given: TrainerInputs, config: RunConfig, callbacks: Iterable[Any], *, resume: bool) -> None:
@@ -111,7 +110,11 @@ class Trainer:
                 entry = serve.__name__
                 self._parts = parts = build(resolved, task, given, self._checkpoint, resumed=resume, entry=entry)
             self.config = parts.config
-            self._callbacks = Callbacks(callbacks, self.config, len(parts.task.train))
+            try:
+                self._callbacks = Callbacks(callbacks, self.config, len(parts.task.train))
+            except BaseException:
+                parts.close()
+                raise
         except BaseException:
             if self._held is not None:
                 self._held.close()
@@ -130,7 +133,7 @@ class Trainer:
         newest = checkpoint.latest(self.run_dir)
         if newest:
             state = checkpoint.load_run_state(newest)
-            refuse_changes(self.run_dir, state["config"], config)
+            checkpoint.refuse_changes(self.run_dir, state["config"], config)
             step = state["loop"]["step"]
             if step > config.max_steps:
                 raise ConfigError(f"{self.run_dir}: max_steps={config.max_steps}, but the run is at step {step}")
@@ -229,13 +232,19 @@ class Trainer:
         The run's folder has a config.json of its own. Without `output_dir`, or with the run's, the model is therefore
         in its `model/`, which the end of a run writes, or in `model-at-step-N/` while it goes on.
         """
-        target = Path(output_dir or self.run_dir)
+        target, finished = Path(output_dir or self.run_dir), self.run_dir / "model"
+        exported = self._ended and getattr(self.learner, "model", None) is None  # by ranks, which have ended
+        if exported and not finished.is_dir():
+            raise ConfigError(
+                f"save_model: the run ended without {finished}; take the model of a checkpoint "
+                f"({self.run_dir}/checkpoints/step-N/model), or end the run: Trainer.resume('{self.run_dir}').finish()"
+            )
         if target.resolve() == self.run_dir.resolve():
             target = self.run_dir / ("model" if self._ended else f"model-at-step-{self.state.global_step}")
             warnings.warn(f"save_model: the model is in {target}, as the run's files are in its folder", stacklevel=2)
-        if self._ended and getattr(self.learner, "model", None) is None:
-            if target.resolve() != (self.run_dir / "model").resolve():
-                shutil.copytree(self.run_dir / "model", target, dirs_exist_ok=True)
+        if exported:
+            if target.resolve() != finished.resolve():
+                shutil.copytree(finished, target, dirs_exist_ok=True)
             return
         self._parts.export(target)
         readable(target)

@@ -35,7 +35,7 @@ from ..types import (
 Prompts = Sequence[Prompt] | Mapping[int, Prompt]
 """Prompts by ordinal."""
 PACKED = "packed"
-ARRAYS = ("token_ids", "action_mask", "sampler_logp", "versions", "confidence", "raw_logp", "last_hidden")
+ARRAYS = ("token_ids", "action_mask", "sampler_logp", "versions", "raw_logp", "last_hidden")
 """Array fields of a rollout. Those of a whole group are packed as one."""
 _TURN = tuple(f.name for f in fields(Turn))
 _VERDICT = tuple(f.name for f in fields(Verdict))

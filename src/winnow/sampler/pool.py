@@ -203,7 +203,7 @@ class SamplerPool(Sampler):
                 groups += self._handle(self._inbox.get(timeout=POLL_S if wait else 0))
                 while not self._inbox.empty():
                     groups += self._handle(self._inbox.get())
-            groups += self._watch()
+            self._watch(groups)
         except SamplersLostError:
             self._landed += [group for group in groups if group.purpose == "train"]
             raise
@@ -244,8 +244,8 @@ class SamplerPool(Sampler):
             return [group_from(content["group"], self._prompts)]
         return []
 
-    def _watch(self) -> list[Group]:
-        groups: list[Group] = []
+    def _watch(self, groups: list[Group]) -> None:
+        """Replace samplers that are overdue; `groups` gets those that failed with them."""
         now, start_s = time.monotonic(), max(START_TIMEOUT_S, self.options.timeout_s)
         busy_s = start_s + transfer_s(self._transport.bytes)
         for member in self._placed:
@@ -261,7 +261,6 @@ class SamplerPool(Sampler):
                 f"sync: only {placed} of {self.options.samplers} samplers could be scheduled within {start_s:g} s "
                 f"({self._needed} required); free resources of the cluster (see `ray status`), or add nodes"
             )
-        return groups
 
     def _replace(self, member: SamplerHandle, what: str, why: str = "") -> list[Group]:
         """Replace a sampler and relaunch its jobs; return the groups that failed with it.

@@ -84,9 +84,9 @@ class AsyncPace(Pace):
         return self._buffer.ready(step)
 
     def goes_on(self) -> bool:
-        """Ahead, so that generation is spread over the updates, although groups end in bursts that fill many batches.
+        """Poll on while the update runs, so that generation is spread over the updates, although groups end in bursts.
 
-        The least number of polls is the mean of a step, less by the share of the groups allowed that is not in flight.
+        The least number of polls is the mean of a recent step, times the share of the allowed groups that is in flight.
         """
         return self._polls < self._least and self._sampler.pending > 0
 

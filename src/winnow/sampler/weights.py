@@ -52,13 +52,15 @@ def read_weights(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class PublishedWeights(Transport):
-    """Weights as safetensors files, written atomically. `directory` is emptied first."""
+    """Weights as safetensors files, written atomically. The first write empties `directory`: until then it may be that
+    of another run, which a second start of the same run must leave alone."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        shutil.rmtree(directory, ignore_errors=True)
 
     def write(self, weights: WeightSource, version: int) -> None:
+        if self.located is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True, exist_ok=True)
         writing, file = self.directory / ".writing", self.directory / f"{version}.safetensors"
         save_tensors(weights, writing)
@@ -68,4 +70,5 @@ class PublishedWeights(Transport):
             old.unlink()
 
     def remove(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self.located is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)

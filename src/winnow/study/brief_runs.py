@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import ExpectedError
+from ..base.errors import ConfigError, ExpectedError
 from ..config import HUB, RunConfig, validate
 from ..learner.off_policy import log_ratios
+from ..methods.success import require_decided
 from ..run.trainer import Trainer
 from ..sampler.drafts import Drafts
 from ..types import Visit
@@ -110,14 +111,19 @@ def run_briefly(c: RunConfig, run: BriefRun, output_dir: str, clock: Callable[[]
 def _train(run: BriefRun, trainer: Trainer, recorder: Recorder, limits: Limits) -> None:
     run.slots = getattr(getattr(trainer.engine, "options", None), "slots", run.slots)
     success, spent = trainer.methods.judge.success, 0.0
-    evaluate = bool(trainer.task.test) and not limits.measures
+    if limits.measures:
+        require_decided(success)  # predictions need pass rates
+    evaluate = bool(trainer.task.test) and not limits.measures and not success.undecided
     while True:
         if evaluate and spent >= limits.seconds * len(run.passed) / EVALUATIONS:
             if run.steps:  # or the evaluation would end what is in flight, off the clock
                 started = recorder.clock()
                 trainer.sampler.run([])
                 run.steps[-1].seconds["generate"] += recorder.clock() - started
-            run.passed.append(trainer.evaluate().get("eval/pass@1", math.nan))
+            evaluated = trainer.evaluate()
+            if "eval/pass@1" not in evaluated:
+                raise ConfigError("reward_funcs: no held-out rollout could be judged; see why with winnow eval")
+            run.passed.append(evaluated["eval/pass@1"])
         done = len(run.steps)
         if done == min(limits.steps, trainer.config.max_steps) or (spent >= limits.seconds and done >= LEAST_STEPS):
             break

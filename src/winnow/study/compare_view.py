@@ -107,7 +107,7 @@ def _curve(method: MethodResult) -> dict[str, list[float]]:
     It ends with the shortest curve, since a run that solves its task has fewer evaluations.
     """
     points = list(zip(*(run.curve for run in method.runs), strict=False))
-    points = points[:: max(1, -(-len(points) // MAX_POINTS))]
+    points = points[:-1][:: max(1, -(-len(points) // MAX_POINTS))] + points[-1:]
     passed_PS = np.array([[p.passed for p in at] for at in points])
     tokens_P = np.array([[p.tokens for p in at] for at in points]).mean(axis=1)
     columns = {

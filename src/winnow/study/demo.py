@@ -44,6 +44,8 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
     values["output_dir"] = str(run_dir)
     warm_options = values.pop("warm_start", None)
     config = validate(values, "demo")
+    if config.eval_steps is None:
+        raise ConfigError("eval_steps: the demo compares held-out figures before and after; give a number of steps")
     with lasting_imports():  # seconds: only for settings that are right
         from ..engine.pretrained import PRETRAINED
         from ..engine.pretrained import get as get_model

@@ -20,7 +20,7 @@ MAX_TEXT = 4_000
 """Characters kept of a prompt or completion."""
 NAMES = {"q": "predicted success", "chance": "survival"}
 """Readers' names for a gate's evidence."""
-UNSAID = {"raw", ALONE, OVERRIDE}
+UNSAID = {ALONE, OVERRIDE}
 """Evidence that is not shown."""
 
 

@@ -62,6 +62,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
         with opened(c, task, saved, report) as (policy, roll_out, rewarder):
             check_rewards(task, prompts[0], rewarder)
             success = build_success(c, task, rewarder.aliases, c.reward_weights)
+            require_decided(success)
             if head is not None:
                 _check_size(head, policy.model.config, shown)
             n = c.eval_generations

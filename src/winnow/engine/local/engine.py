@@ -128,11 +128,6 @@ class LocalEngine(SequenceEngine):
         """Type of weights, keys and values."""
         return str(self._backend.dtype).removeprefix("torch.")
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one position."""
-        return sum(h * s for shapes in self._backend.kv_shapes for h, s in shapes) * self._backend.dtype.itemsize
-
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[Request]) -> None:

@@ -39,7 +39,7 @@ LOAD_SHARE = 0.8
 """Share of the time limit that an update of weights may take: that of the sampler, which names no URL, comes later."""
 SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 """Settings of a model's config that server and run must share."""
-REPORTS = ("report_at", "confidence", "raw_logp", "last_hidden")
+REPORTS = ("report_at", "raw_logp", "last_hidden")
 COLDEST = 0.01
 """Lowest temperature but 0: vLLM raises lower ones to it."""
 LOWEST_BIAS, MOST_BIASES = -100.0, 1024

@@ -33,7 +33,7 @@ def load_shards(state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch
     except (SafetensorError, OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from None
     if other := sorted(file.name for file in folder.iterdir() if file.suffix != ".safetensors"):
-        raise ValueError(f"{folder}: {other[0]} is not read; an earlier version saved it. Start a new run")
+        raise ValueError(f"{folder}: {other[0]} is no part of a saved optimizer. Start a new run")
     if not saved:
         return {}
     if different := sorted(saved.keys() ^ state.keys())[:3]:

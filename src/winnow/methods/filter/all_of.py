@@ -22,7 +22,7 @@ class AllOf(Filter):
             if each.admits_all:
                 raise ValueError(f"{name} has no effect with other filters; remove it")
             if any(each == other for _, other in filters[:i]):
-                raise ValueError(f"{name} is there twice; remove one")
+                raise ValueError(f"{name} is listed twice; remove one")
         self.filters = tuple(filters)
         every = [each for _, each in filters]
         self.refill = any(each.refill for each in every)

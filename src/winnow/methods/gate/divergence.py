@@ -104,8 +104,8 @@ class Divergence:
             return
         known = {str(p.columns[self.task_type]) for p in run.prompts if p.columns.get(self.task_type) is not None}
         if unknown := sorted(set(self.per_task_type) - known):
-            there = ", ".join(sorted(known)) or "none"
-            yield f"per_task_type: no training prompt has {self.task_type} '{unknown[0]}'; there: {there}"
+            types = ", ".join(sorted(known)) or "none"
+            yield f"per_task_type: no training prompt has {self.task_type} '{unknown[0]}'; types in the data: {types}"
 
     def build(self, context: GateContext) -> DivergenceGate:
         return DivergenceGate(self, context)

@@ -40,7 +40,7 @@ class BackoffSelector(TraceSelector):
     def __init__(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge) -> None:
         super().__init__(prompts, seed, judge)
         self.last_epoch_N = np.zeros(len(prompts), np.uint32)
-        """Epoch of the last judged visit. Cut visits count, or an always-cut prompt would be visited always."""
+        """Epoch of the last judged visit. Cut visits count, or a prompt that is always cut would never back off."""
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         visits_N = np.floor(self.z_N[ordinals_N] + ROUNDING).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Select by posterior: roll out a prompt the rarer, the less likely its group is to be mixed.
+"""Select by posterior: roll out a prompt less often when its group is less likely to be mixed.
 
 The chance of a mixed group has a closed form under a prompt's `Posteriors`, so nothing is drawn from them. Draws are
 keyed by (seed, prompt, epoch) and their probabilities recorded.

@@ -1,6 +1,6 @@
 """Thompson sampling: of some prompts in a row, roll out the one whose drawn pass rate is nearest to a target.
 
-MoPPS (arXiv 2507.04632); BOTS (arXiv 2510.26374) is its kin. `selector: bayes` integrates over the rate instead.
+MoPPS (arXiv 2507.04632); BOTS (arXiv 2510.26374) is similar. `selector: bayes` integrates over the rate instead.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from ...base.errors import ConfigError
+from ...base.state import Stateful
 from ...types import Group, GroupKind, Prompt
-from ..base import Method
 from ..group_kind import GroupJudge
 
 
-class GroupSize(Method, ABC):
+class GroupSize(Stateful, ABC):
     """Decides how many siblings the next groups have. To add a size, derive from it and write `size_for`."""
 
     smallest: int

@@ -76,7 +76,7 @@ class Arrol:
         c, needed = run.config, run.least_rewards
         least = needed if self.min_survivors is None else self.min_survivors
         if sum(isinstance(gate, Arrol) for gate in run.options["gates"]) > 1:
-            yield "arrol can be there once: two would draw the same numbers; remove one"
+            yield "arrol: only one is allowed, as two would draw the same numbers; remove one"
         if self.at is not None and self.at >= c.max_completion_length:
             yield (
                 f"arrol: at: {self.at} comes after max_completion_length={c.max_completion_length}, so nothing would "

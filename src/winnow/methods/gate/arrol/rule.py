@@ -62,11 +62,11 @@ class ArrolRule:
         finite_N = np.isfinite(raw_N)
         rank_N = self._rank(raw_N)
         draws = {} if self.cold else self._draws(views)
-        columns = (column.tolist() for column in (finite_N, rank_N, logp_N, input_N, raw_N))
+        columns = (column.tolist() for column in (finite_N, rank_N, logp_N, input_N))
         verdicts = []
-        for view, finite, score, logp, model_logp, raw in zip(views, *columns, strict=True):
+        for view, finite, score, logp, model_logp in zip(views, *columns, strict=True):
             if finite:
-                verdicts.append(self._verdict(view, score, logp, model_logp, raw, draws))
+                verdicts.append(self._verdict(view, score, logp, model_logp, draws))
             else:
                 verdicts.append(Verdict(True, "its score is not finite"))
         return verdicts
@@ -81,7 +81,6 @@ class ArrolRule:
         score: float,
         logp: float,
         model_logp: float,
-        raw: float,
         draws: dict[int, tuple[list[float], float]],
     ) -> Verdict:
         """Return the verdict. `logp`: mean log-probability as sampled; `model_logp`: that of the model itself."""
@@ -89,7 +88,7 @@ class ArrolRule:
         assert isinstance(view.at, Token)  # the gate point when the group began; `self.n` may be newer
         number, n = bin_of(score, len(self.q_B)), view.at.n
         q, novelty = float(self.q_B[number]), novelty_of(logp + view.logp_before / n, n, len(view.running))
-        evidence: dict[str, Any] = {"score": score, "raw": raw, "q": q, "novelty": novelty, "chance": 1.0}
+        evidence: dict[str, Any] = {"score": score, "q": q, "novelty": novelty, "chance": 1.0}
         evidence |= {"hidden": view.hidden, "logp": model_logp}
         if self.cold:
             return Verdict(True, evidence=evidence)
