@@ -312,9 +312,9 @@ class TestRefusedAtTheStart:
             ({"device": "cuda:99"}, "device"),
             (
                 {"filter": "zero_variance", "advantage": "remax"},
-                "filter: zero_variance takes groups with equal",
+                "filter: zero_variance skips groups with equal",
             ),
-            ({"selector": "greso", "advantage": "reinforce_pp"}, "selector: greso takes groups with equal rewards"),
+            ({"selector": "greso", "advantage": "reinforce_pp"}, "selector: greso skips groups with equal rewards"),
             (
                 {"rollout_batch": "adaptive", "filter": "zero_variance", "max_lag": 1, "policy_loss": "plain"},
                 "set correction: truncate, or policy_loss: clip",

@@ -100,7 +100,7 @@ def test_resolve_touches_nothing_and_repeats_itself() -> None:
         with nothing_reachable():
             try:
                 r = resolve(c, options, machine, initial, alone=alone)
-            except ConfigError as error:  # it does not fit on the GPU, or cannot overlap
+            except ConfigError as error:  # it does not fit on the GPU, or options of `sync` do nothing or cannot work
                 refused.append(str(error))
                 continue
             again = resolve(c, Options.from_config(c), machine, initial, alone=alone)
@@ -112,6 +112,7 @@ def test_resolve_touches_nothing_and_repeats_itself() -> None:
         kept = resolve(r.config, r.options, there, initial, resumed=True, alone=alone)
         assert kept.config == r.config, "a resume decides nothing anew"
         devices.add((machine.device.type, r.config.dtype))
-    assert all(error.startswith(("device: the", "sync: overlap: ", "sync: lag: ")) for error in refused), refused
-    assert len(refused) < CONFIGURATIONS / 4
+    expected = ("device: the", "sync: ", "rollout_batch: has no effect with sync: ")
+    assert all(error.startswith(expected) for error in refused), refused
+    assert len(refused) < CONFIGURATIONS / 2
     assert {("cpu", "bfloat16"), ("cpu", "float32"), ("cuda", "bfloat16"), ("cuda", "float32")} <= devices

@@ -235,9 +235,9 @@ class TestLists:
             (["keep_all", "zero_variance"], {}, "keep_all has no effect with other filters"),
             (["zero_variance", "zero_variance"], {}, "zero_variance is listed twice"),
             (["zero_varianc"], {}, "Did you mean 'zero_variance'"),
-            (["winnow_test_rules:AtLeast", "zero_variance"], {"advantage": "remax"}, "zero_variance takes groups"),
+            (["winnow_test_rules:AtLeast", "zero_variance"], {"advantage": "remax"}, "zero_variance skips groups"),
             ([{"name": "zero_variance", "refill": False, "max_refill_rounds": 2}], {}, "has no effect with refill"),
-            ("winnow_test_rules:Learning", {"advantage": "remax"}, "Learning takes groups with equal rewards"),
+            ("winnow_test_rules:Learning", {"advantage": "remax"}, "Learning skips groups with equal rewards"),
             ({"name": "winnow_test_rules:Learning", "filter_": "x"}, {}, "Learning builds a str, not a Filter; derive"),
         ],
     )

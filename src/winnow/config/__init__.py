@@ -63,13 +63,10 @@ def _greedy_or_warm(temperature: float) -> float:
 
 CLIPPING = ("epsilon", "epsilon_high", "importance_sampling_level")
 """Keys that shape the clipped ratio."""
-
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 """Keys of optimizers that partly are AdamW."""
-
 HUB = ("hub_model_id", "hub_strategy", "hub_private_repo")
 """Keys of the upload."""
-
 REFERENCE = (
     *("beta", "kl_estimator", "kl_in_reward", "reference_kl_steps"),
     *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),

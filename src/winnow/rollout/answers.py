@@ -43,6 +43,15 @@ class Awaited:
     """Stop reason of a rollout that a limit ends with this answer, its reward."""
 
 
+def require_future(env: Any, answer: Any) -> None:
+    """Raise TypeError if an overlapping environment returned something else."""
+    if not isinstance(answer, Future):
+        raise TypeError(
+            f"start_reset, start_step and start_reward of {type(env).__name__} must return a Future, not "
+            f"{type(answer).__name__}"
+        )
+
+
 class Answers:
     """The pending answers of a runner."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from ..base.seconds import Seconds
@@ -23,7 +22,7 @@ from ..env.rewards.rewarder import Rewarder
 from ..env.workers.calls import shared_calls
 from ..methods.gate import NamedRule
 from ..types import Fate, Group, Job, Purpose, Turn
-from .answers import OVERLAP, PATIENCE_S, Answers, Awaited
+from .answers import OVERLAP, PATIENCE_S, Answers, Awaited, require_future
 from .gate_rules import ActiveRules
 from .history import PromptTokens, append_or_restart, begin
 from .in_flight import Flight, Sibling, described, siblings_of
@@ -235,11 +234,7 @@ class RolloutRunner:
             answer = shared_calls().awaited(answer)
         elif not isinstance(sibling.env, OverlappingEnv):
             return False
-        elif not isinstance(answer, Future):
-            raise TypeError(
-                f"start_reset, start_step and start_reward of {type(sibling.env).__name__} must return a Future, not "
-                f"{type(answer).__name__}"
-            )
+        require_future(sibling.env, answer)
         independent, due = getattr(sibling.env, "independent", False), self.engine.clock + OVERLAP
         self._answers.pending.append(Awaited(flight, sibling, answer, due, independent, limit))
         return True
@@ -285,8 +280,7 @@ class RolloutRunner:
         env, whole = sibling.env, decode_whole(self.tokenizer, sibling.last_sampled())
         if turn.stop_reason == "stop":
             whole = cut_at_stop(whole, self._stop(flight, sibling))
-        tokens = turn.stop - turn.start
-        before = sibling.context_length - tokens
+        before, tokens = sibling.context_length - turn.stop + turn.start, turn.stop - turn.start
         action = ModelTurn(turn.action, turn.stop_reason, turn.stop_string, whole, before, tokens)
         try:
             with self.seconds.phase("environments"):
@@ -340,12 +334,10 @@ class RolloutRunner:
         """End a rollout at a limit, with the reward that its environment gives it then, unless it has just given it."""
         ask = None if rewarded else getattr(sibling.env, "start_reward", None)
         try:
-            later = ask is not None and self._is_later(flight, sibling, ask(), limit=limit)
+            if ask is None or not self._is_later(flight, sibling, ask(), limit=limit):
+                self._end_episode(flight, sibling, limit)
         except (Exception, SystemExit) as error:
             sibling.fail(f"the environment raised {described(error)}")
-            return
-        if not later:
-            self._end_episode(flight, sibling, limit)
 
     def _end_episode(self, flight: Flight, sibling: Sibling, stop_reason: str) -> None:
         """End a rollout with the environment's last reward; without one reward functions decide, else it is 0."""

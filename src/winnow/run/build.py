@@ -139,7 +139,7 @@ def build(
     c, own_engines = r.config, r.options.own_engines
     r.set_threads()
     require_places(r)
-    with ExitStack() as built:  # what a failed start leaves nothing of
+    with ExitStack() as built:  # closed if a later part fails
         policy, engine = build_policy(r, inputs.processing_class, checkpoint, with_engine=not own_engines)
         built.callback(close_engine, engine)
         rewarder = build_rewarder(c, task, inputs.reward_list)
