@@ -77,6 +77,7 @@ def logs_of(run: Path) -> list[tuple[int, float]]:
     return [(int(row["step"]), row["reward"]) for row in metrics_of(run)]
 
 
+@pytest.mark.slow
 def test_wandb(config: dict[str, Any], tmp_path: Path, wandb: Any) -> None:
     """Also with more rows of the user's than steps, a failure, a resume, and logs within a run of Winnow's own."""
     mine = wandb.init(project="mine", dir=str(tmp_path), config={"learning_rate": 7, "note": "sweep"})

@@ -150,6 +150,7 @@ TRL_SHORT = """max_steps=2, save_steps=1, max_completion_length=4, use_cpu=True,
 per_device_train_batch_size=4, num_generations=2"""
 
 
+@pytest.mark.slow
 def test_the_tutorial_for_somebody_from_trl(here: Path) -> None:
     """Whole but for the page that waits for a browser and the upload, which `test_push.py` tries."""
     pytest.importorskip("trl")

@@ -34,7 +34,7 @@ def trainer_of(example: Any, model: Path, agent: Any, out: Path, given: dict[str
     )
 
 
-@pytest.mark.cases(one_in=5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "methods"),
     [

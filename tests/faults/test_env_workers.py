@@ -81,6 +81,7 @@ def test_what_an_environment_raises_is_told_and_harms_nobody(pool: EnvPool) -> N
     assert answer(other.start_step("go")).info == {"steps": 1}
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize(("how", "words"), [("die", "exit status 3"), ("hang", "took over 2 s")])
 def test_all_that_lived_in_a_lost_process_are_lost_and_told_why(how: str, words: str) -> None:
     pool = EnvPool(1, timeout_s=2.0)

@@ -208,7 +208,7 @@ def test_a_state_of_an_earlier_version_is_refused_by_its_name(
 ) -> None:
     state = state_of(saved)
     del state["loop"][key]
-    with pytest.raises(CheckpointError, match=rf"state\.json: saved by Winnow {version}, .*with winnow-rl {version}"):
+    with pytest.raises(CheckpointError, match=rf"state\.json: saved by Winnow {version}, .*start a new run"):
         resumed(with_state(saved, tmp_path / "run", state))
 
 

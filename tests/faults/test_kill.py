@@ -20,6 +20,8 @@ NAMES = [
     *["checkpoint.weights", "checkpoint.manifest", "checkpoint.fsync", "checkpoint.rename"],
 ]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def config(tiny_config: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +56,6 @@ def test_every_failpoint_is_known(undisturbed: dict) -> None:
     assert {hit.partition("@")[0] for hit in undisturbed["hits"]} == set(NAMES)
 
 
-@pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_kill_at_the_last_hit_of_each_failpoint(config: dict[str, Any], undisturbed: dict, name: str) -> None:
     last = [hit for hit in undisturbed["hits"] if hit.startswith(name + "@")][-1]
@@ -67,7 +68,6 @@ def test_kill_at_every_hit(config: dict[str, Any], undisturbed: dict) -> None:
         assert_recovers(config, hit, undisturbed["fingerprint"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.exhaustive)])
 def test_killed_at_random_moments(config: dict[str, Any], kills: int) -> None:
     """Some steps and a random fraction of a step after each restart, with checkpoints only every third step."""
@@ -85,7 +85,6 @@ def test_killed_at_random_moments(config: dict[str, Any], kills: int) -> None:
         assert ledger.totals()["void"]["visits"] > 0, "no kill fell into a step: the test proved nothing"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["checkpoint.weights", "checkpoint.fsync"])
 def test_a_full_disk_ends_with_a_cause_and_can_go_on(config: dict[str, Any], undisturbed: dict, name: str) -> None:
     assert run(config, WINNOW_FAILPOINT=f"{name}:enospc") == 1
@@ -93,7 +92,6 @@ def test_a_full_disk_ends_with_a_cause_and_can_go_on(config: dict[str, Any], und
     assert fingerprint(Path(config["output_dir"])) == undisturbed["fingerprint"]
 
 
-@pytest.mark.slow
 def test_crashes_during_recovery(config: dict[str, Any], undisturbed: dict) -> None:
     for hit in ("publish@3", "take@1", "checkpoint.rename@1"):
         run(config, WINNOW_FAILPOINT=f"{hit}:kill")

@@ -184,7 +184,7 @@ def test_charts_by_keyboard_and_their_legends(browser: Any, pages: dict[str, Pat
     tab.page.close()
 
 
-@pytest.mark.cases(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_jump_ends_below_the_bar(browser: Any, pages: dict[str, Path], width: int) -> None:
     tab = Tab(browser, pages["many"].as_uri(), viewport={"width": width, "height": 900})
@@ -200,6 +200,7 @@ def test_a_jump_ends_below_the_bar(browser: Any, pages: dict[str, Path], width: 
     tab.page.close()
 
 
+@pytest.mark.slow
 def test_what_is_dragged_over_is_what_all_charts_show(browser: Any, pages: dict[str, Path]) -> None:
     """Those out of sight, too, once they are looked at; a double-click shows all of it again."""
     tab = Tab(browser, pages["one"].as_uri(), viewport={"width": 1280, "height": 600})

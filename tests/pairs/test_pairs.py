@@ -136,7 +136,7 @@ def test_compositions_of_everything(place: Place, totals: Counter[str]) -> None:
     assert not [fate for fate in MUST_ACT if not fates[fate]], fates
 
 
-@pytest.mark.cases(one_in=20)
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_rollouts_that_share_places_and_run_out(
     place: Place, totals: Counter[str], monkeypatch: pytest.MonkeyPatch, changes: Settings

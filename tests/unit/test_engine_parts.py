@@ -85,8 +85,8 @@ def request(name: str, length: int = 3) -> Request:
 def test_slot_table_fills_holes_with_the_last_rows() -> None:
     table = SlotTable(8)
     table.append([request(name, i + 1) for i, name in enumerate("abcdef")], [0] * 6)
-    table.record(slice(0, 6), Drawn(np.arange(6), -np.arange(6.0), None, None), weights=3)
-    table.record(np.array([4, 0]), Drawn(np.array([40, 10]), -np.ones(2), None, None), weights=4)
+    table.record(slice(0, 6), Drawn(np.arange(6), -np.arange(6.0), None), weights=3)
+    table.record(np.array([4, 0]), Drawn(np.array([40, 10]), -np.ones(2), None), weights=4)
     targets, sources = table.remove([1, 5, 2])
     assert (targets.tolist(), sources.tolist()) == ([1, 2], [3, 4])
     assert [r.id for r in table.requests] == ["a", "d", "e"]

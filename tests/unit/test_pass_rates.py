@@ -92,6 +92,7 @@ def test_more_prompts_extend_the_file(tiny_model: Path, values: dict[str, Any], 
     assert fewer["prompts"] == 7
 
 
+@pytest.mark.slow
 def test_a_torn_file_ends_as_the_whole_one(
     tiny_model: Path, values: dict[str, Any], whole: Path, tmp_path: Path
 ) -> None:

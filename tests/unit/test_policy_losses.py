@@ -18,6 +18,7 @@ from winnow.env.rewards.overlong import SoftOverlong
 from winnow.methods.correct.none import NoCorrection
 from winnow.methods.loss import LossConfig, kl_loss
 from winnow.methods.policy_loss import POLICY_LOSSES, Clip, PolicyLoss, Sampled
+from winnow.methods.policy_loss.base import rollout_log_ratio
 from winnow.run.build import build_rewarder
 from winnow.run.build_methods import build_loss, build_methods, build_success
 from winnow.run.resolved import Options
@@ -131,6 +132,15 @@ def test_dppo_is_finite_where_a_token_is_certain() -> None:
         on = sampled(logp, old_logp_BT=old)
         loss, _ = POLICY_LOSSES["dppo"](divergence_type="binary_kl")(on)
         assert torch.isfinite(loss).all()
+
+
+def test_what_lies_outside_the_mask_reaches_no_ratio() -> None:
+    logp = OLD.masked_fill(~MASK, torch.nan).requires_grad_()
+    ratio = rollout_log_ratio(sampled(logp))
+    assert (ratio == 0).all()
+    ratio.sum().backward()
+    assert logp.grad is not None
+    assert logp.grad.isfinite().all()
 
 
 def test_gspo_token_has_the_gradient_of_gspo_and_takes_advantages_of_tokens() -> None:

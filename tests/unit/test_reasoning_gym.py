@@ -14,6 +14,8 @@ from winnow.types import Group, Rollout, Visit
 
 from ..builders.rewards import score_all
 
+pytestmark = pytest.mark.slow  # tests/contracts/test_env.py has a fast one
+
 
 @pytest.fixture(scope="module")
 def task():

@@ -144,6 +144,7 @@ def test_columns_keep_means_and_the_end_of_what_grows() -> None:
     assert columns(rows[:50], 100)["reward"] == [0.0, 1.0] * 25
 
 
+@pytest.mark.slow
 def test_long_run_with_huge_texts_stays_under_the_limit(tmp_path: Path) -> None:
     samples = [sample(i, "trained", 1.0, completion="<&>é" * 20_000) for i in range(400)]
     run = make_run(tmp_path / "run", steps=3000, samples=samples)

@@ -121,7 +121,7 @@ def handed_on():
 SHARED = [semaphore, pool, executor, async_semaphore, handed_on]
 
 
-@pytest.mark.cases(one_in=3)
+@pytest.mark.cases(one_in=6)
 @pytest.mark.parametrize("make", [*SHARED, database], ids=lambda make: make.__name__)
 def test_agents_that_share_something_are_paid_as_without(tokenizer, make, tmp_path):
     agent = make(str(tmp_path / "shared.db")) if make is database else make()

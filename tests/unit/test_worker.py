@@ -161,6 +161,7 @@ def test_what_goes_wrong_is_an_error_and_the_next_call_works(pool, functions, na
     assert pool.call(f"{functions}:add", {"a": 1}).result(60) == 2
 
 
+@pytest.mark.cases(one_in=2)
 @pytest.mark.parametrize("name", ["spin", "spin_in_c"])
 def test_a_call_that_never_ends_is_killed(hasty, functions, name):
     error = hasty.call(f"{functions}:{name}", {}).exception(60)

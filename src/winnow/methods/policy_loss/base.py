@@ -49,7 +49,7 @@ def rollout_log_ratio(on: Sampled) -> torch.Tensor:
     """Return the mean log ratio over the action tokens of each row's rollout, [B, T] (GSPO, eq. 7)."""
     from ..segments import sum_at_rows
 
-    log_ratio = torch.where(on.mask_BT > 0, on.logp_BT - on.old_logp_BT, 0.0)
+    log_ratio = (on.logp_BT - on.old_logp_BT).where(on.mask_BT > 0, 0.0)
     total_B1 = sum_at_rows(log_ratio.sum(1, keepdim=True), on.rollout_B)
     tokens_B1 = sum_at_rows(on.mask_BT.sum(1, keepdim=True), on.rollout_B)
     return (total_B1 / tokens_B1.clamp(min=1)).expand_as(log_ratio)
