@@ -43,6 +43,7 @@ demo-llm: $(VENV)/.installed ## the same with a pretrained chat model of 135M pa
 	@echo "demo-llm: fetches a model the first time, then training, evaluation and report, in runs/demo-llm (12 minutes and more)"
 	$(BIN)/winnow demo-llm
 
+test: JOBS := 3 # some wait: three keep two cores busy
 test: $(VENV)/.installed ## the fast tests: one case or a few of each code path
 	@echo "test: all but the slow ones, $(JOBS) at a time (a dot each)"
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"

@@ -37,7 +37,10 @@ def agent(prompt, base_url):
 
 
 def cases():
-    return [(name, options) for name, all_options in OPTIONS.items() for options in all_options]
+    """Games of TextWorld are compiled, which takes seconds."""
+    for name, all_options in OPTIONS.items():
+        marks = pytest.mark.slow if name == "textworld" else ()
+        yield from (pytest.param((name, options), marks=marks) for options in all_options)
 
 
 def test_every_table_entry_is_tried():

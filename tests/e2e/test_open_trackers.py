@@ -122,6 +122,7 @@ def test_a_resume_continues_the_users_wandb_run(
     assert rewards([*stored(tmp_path, mine.id)[0]])[-1] == (2, pytest.approx(logs_of(run)[1][1]))
 
 
+@pytest.mark.slow
 def test_wandb_runs_of_two_trainers_stay_apart(config: dict[str, Any], tmp_path: Path, wandb: Any) -> None:
     """Winnow's own runs; the user logs to the first twice a step, and the second fails."""
     config |= {"report_to": ["wandb"], "max_steps": 3}

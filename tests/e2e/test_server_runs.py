@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.cases(one_in=3)
+@pytest.mark.cases(one_in=6)
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_what_a_server_cannot_do_is_refused_at_the_start(config: dict[str, Any], server: StandIn, case: str) -> None:
     changes, message = REFUSED[case]

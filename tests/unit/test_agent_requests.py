@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import threading
 import time
 from collections import UserDict
@@ -61,6 +62,29 @@ def test_equal_requests_have_answers_of_their_own_and_the_remedy_is_named_once(t
     assert [r.reward for r in rollouts] == [3.0, 2.0]
     assert [len(r.turns) for r in rollouts] == [3, 3]
     assert all(r.action_mask.all() for r in rollouts)
+
+
+def test_one_that_is_answered_and_leaves_has_not_left_before(monkeypatch):
+    """Another thread, with an equal request, looks whether it is still there."""
+    ours, theirs = socket.socketpair()
+    client, looks, closed = endpoint.Client(ours), [], endpoint._closed
+
+    def is_answered_and_leaves():
+        client.begin_answer()
+        theirs.close()
+
+    def looked(connection):
+        looks.append(threading.Thread(target=is_answered_and_leaves))
+        if len(looks) == 1:
+            looks[0].start()
+            looks[0].join(0.2)
+        return closed(connection)
+
+    monkeypatch.setattr(endpoint, "_closed", looked)
+    assert not client.gone
+    looks[0].join()
+    assert not client.gone
+    ours.close()
 
 
 @pytest.mark.parametrize("retry", [None, 0, 1])

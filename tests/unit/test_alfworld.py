@@ -261,6 +261,7 @@ def test_a_directory_with_data(data, tmp_path):
         AlfworldConfig(data=str(tmp_path)).build()
 
 
+@pytest.mark.slow
 def test_a_game_without_a_way_to_win_is_refused(data, tmp_path):
     broken = shutil.copytree(data, tmp_path / "data")
     game = next(broken.rglob("train/*/*/game.tw-pddl"))

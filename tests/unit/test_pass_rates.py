@@ -60,6 +60,7 @@ def meta(path: Path) -> Path:
     return path.with_name(path.name + ".meta.json")
 
 
+@pytest.mark.slow
 def test_the_same_call_finds_the_file(
     tiny_model: Path, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

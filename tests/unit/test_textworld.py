@@ -23,7 +23,7 @@ from winnow.tasks.games.textworld.task import TextWorldConfig
 from ..parity import parity_reward
 
 pytest.importorskip("textworld")
-pytestmark = pytest.mark.slow  # games are compiled: tests/contracts/test_env.py has a fast one
+pytestmark = pytest.mark.slow  # games are compiled, which takes seconds
 
 TERSE = {"theme": "basic", "only_last_action": True}
 CONFIG = TextWorldConfig(

@@ -63,20 +63,24 @@ class Client:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._lock = threading.RLock()
+        """Else a client that is answered and leaves, while another thread looks, would seem to have left before."""
         self._answering = False
         self._closed = False
 
     @property
     def gone(self) -> bool:
         """Whether the client closed the connection before it had an answer, e.g. at its timeout."""
-        if not self._answering and not self._closed:
-            self._closed = _closed(self._connection)
-        return self._closed
+        with self._lock:
+            if not self._answering and not self._closed:
+                self._closed = _closed(self._connection)
+            return self._closed
 
     def begin_answer(self) -> bool:
         """Return whether the client still waits. A connection closed later has had its answer, unless it is `lost`."""
-        self._answering = not self.gone
-        return self._answering
+        with self._lock:
+            self._answering = not self.gone
+            return self._answering
 
     def lost(self) -> None:
         """Note that the client closed the connection without reading its answer."""
