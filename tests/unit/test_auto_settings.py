@@ -22,7 +22,7 @@ from winnow.engine.initial_model import InitialModel
 from winnow.engine.server.options import ServerOptions
 from winnow.record.resume_keys import changes_of, resumed_config
 from winnow.run.budget import AT_MOST
-from winnow.run.checkpoint import refuse_changes
+from winnow.run.inputs import refuse_changes
 from winnow.run.resolve import (
     CPU_ACTIVATION_BYTES,
     LONGEST_ROW_SHARE,

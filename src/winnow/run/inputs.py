@@ -10,15 +10,18 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.files import absolute_paths, missing_paths
-from ..config import METHODS, RunConfig, load_config, validate
+from ..config import METHODS, RunConfig, as_saved, from_saved, load_config, validate
 from ..config.errors import answer_to, load_hints, suggestion
 from ..config.options import MethodSpec, name_of, section_of
 from ..engine.initial_model import InitialModel
 from ..engine.loading import quiet_transformers
 from ..env.base import Demonstrator, Task
 from ..env.rewards.rewarder import RewardSpec
+from ..learner.step import scheduled_lr
 from ..methods.tables import task_options
+from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..record.trackers import check_trackers
+from .build_methods import step_options
 from .hub import check_hub
 from .preflight import in_steps
 from .resolve import resolve
@@ -339,3 +342,47 @@ def _lora(peft_config: Any) -> dict[str, Any]:
         "dropout": peft_config.lora_dropout,
         "target_modules": targets if isinstance(targets, str) else sorted(targets),
     }
+
+
+# ---------------------------------------------------------------- changes on a resume
+
+MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sleep"})
+"""Engine options that bound its memory."""
+
+
+def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Raise ConfigError with the difference if `config` would change what the rest of the run computes."""
+    begun = validate(from_saved(saved))
+    before, now = as_saved(begun), as_saved(config)
+    free = MAY_CHANGE_ON_RESUME | {"output_dir"}
+    options = [Options.from_config(c) for c in (begun, config)]
+    repeatable = any("repeatable" in each.sync.provides for each in options)
+    if before["sync"] != now["sync"] and (repeatable or name_of(before["sync"]) != name_of(now["sync"])):
+        free -= {"sync"}
+    if any(each.continuous for each in options):  # rollouts in flight end where one is due
+        free -= {"save_steps", "eval_steps"}
+    elastic = all("elastic" in getattr(each.learner, "provides", ()) for each in options)
+    if not elastic or name_of(before["learner"]) != name_of(now["learner"]):
+        free -= {"learner"}
+    if _without_memory_options(before["engine"]) != _without_memory_options(now["engine"]):
+        free -= {"engine"}
+    if not _same_rates(begun, config, *options):
+        free -= {"max_steps"}
+    changed = [k for k in now if before.get(k) != now[k] and k not in free]
+    if changed:
+        shown = "; ".join(f"{k}: was {before.get(k)!r}, is {now[k]!r}" for k in changed)
+        if "max_steps" in changed:
+            own = "lr_scheduler_type" if begun.warmup == config.warmup else "warmup_steps, a share of it"
+            shown += f" (learning rates depend on it, by {own}; start a new run)"
+        raise ConfigError(f"{run_dir}: the configuration has changed since the checkpoint: {shown}")
+
+
+def _same_rates(begun: RunConfig, now: RunConfig, *options: Options) -> bool:
+    """Whether the learning rates of the steps that both configurations have are the same, and the one after them."""
+    before, after = (step_options(c, each) for c, each in zip((begun, now), options, strict=True))
+    steps = range(min(begun.max_steps, now.max_steps) + 1)
+    return begun.max_steps == now.max_steps or all(scheduled_lr(n, before) == scheduled_lr(n, after) for n in steps)
+
+
+def _without_memory_options(engine: MethodSpec) -> dict[str, Any]:
+    return {key: value for key, value in section_of(engine).items() if key not in MEMORY_OPTIONS}

@@ -32,7 +32,7 @@ from . import checkpoint, serve
 from .build import build, build_rewarder, require_held_out
 from .callbacks import CallbackArguments, Callbacks, TrainerState
 from .checkpoint import refuse_used_directory
-from .inputs import TrainerInputs, config_from, given_again, refuse_resume
+from .inputs import TrainerInputs, config_from, given_again, refuse_changes, refuse_resume
 from .session import Session
 
 
@@ -133,7 +133,7 @@ class Trainer:
         newest = checkpoint.latest(self.run_dir)
         if newest:
             state = checkpoint.load_run_state(newest)
-            checkpoint.refuse_changes(self.run_dir, state["config"], config)
+            refuse_changes(self.run_dir, state["config"], config)
             step = state["loop"]["step"]
             if step > config.max_steps:
                 raise ConfigError(f"{self.run_dir}: max_steps={config.max_steps}, but the run is at step {step}")
