@@ -13,7 +13,8 @@ from winnow import ConfigError, RunConfig, Trainer
 from winnow.config import as_saved
 from winnow.record.records import RunDirectoryError
 from winnow.record.stop_conditions import RunStoppedError
-from winnow.run.checkpoint import CheckpointError, refuse_changes
+from winnow.run.checkpoint import CheckpointError
+from winnow.run.inputs import refuse_changes
 from winnow.run.standalone import evaluate_model
 
 from ..builders.runs import CARRYING, assert_clean, fingerprint, resume, train
