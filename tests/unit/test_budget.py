@@ -205,6 +205,13 @@ def test_recipes_fit_the_gpus_that_they_name(tmp_path: Path, recipe: str, name: 
     assert found["tokens_per_microbatch"] >= 1536, "a whole row"
 
 
+def test_a_plan_for_another_gpu_takes_the_type_that_the_run_takes(tmp_path: Path) -> None:
+    given = {"model": shell(tmp_path, "0.6B"), "dtype": "auto", "max_prompt_length": 64, "max_completion_length": 64}
+    for precision, dtype in (("highest", "bfloat16"), ("high", "float32")):
+        c = config(**given | {"matmul_precision": precision})
+        assert plan_for(c, Gpus.from_text("80GiB"))["dtype"] == dtype
+
+
 def test_ranks_cut_what_one_gpu_cannot_hold(tmp_path: Path) -> None:
     c = config(model=shell(tmp_path, "8B"), dtype="bfloat16", learner={"name": "fsdp", "ranks": 4})
     shapes = Shapes.from_model(build_meta_model(c.model), c.lora)
