@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,11 @@ from winnow.record.stop_conditions import RunStoppedError
 
 from .. import parity
 from ..builders.runs import assert_clean, at_step, lags, metrics_of
-from ..builders.vllm_server import Answer, StandIn
+from ..builders.vllm_server import Answer, StandIn, server
 
+__all__ = ["server"]  # a fixture
 REWARD = f"{parity.__file__}:checksum_reward"
 IMPATIENT = {"timeout_s": 8.0, "max_restarts": 1}
-
-
-@pytest.fixture
-def server(tiny_model: Path) -> Iterator[StandIn]:
-    stand_in = StandIn(tiny_model)
-    yield stand_in
-    stand_in.close()
 
 
 @pytest.fixture
