@@ -1,4 +1,5 @@
-"""What is saved when the tokens that siblings begin with are computed once, in decoding and in updates.
+"""What is saved when the tokens that siblings begin with are computed once, in decoding and in updates, and those that
+prompts begin with, in prefills.
 
     python benchmarks/bench.py sharing MODEL --config recipes/alfworld.yaml --name alfworld --out FILE
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,6 +25,7 @@ import torch
 from harness import in_turn, machine, read_json, spreads, write_json
 
 from winnow.config import load_config
+from winnow.engine.local import beginnings
 from winnow.engine.local import engine as local
 from winnow.engine.local.cache import CacheRows
 from winnow.learner.rows import rows_of
@@ -46,11 +49,14 @@ class Apart(CacheRows):
         return rows, beginnings
 
 
-SIDES: dict[str, tuple[type[CacheRows], list[str]]] = {
-    APART: (Apart, []),
-    "shared": (CacheRows, []),
-    "shared, with drafts": (CacheRows, ["speculative=true"]),
+NEVER = dict.fromkeys(beginnings.SAVED_TOKENS, sys.maxsize)
+SIDES: dict[str, tuple[type[CacheRows], dict[str, int], list[str]]] = {
+    APART: (Apart, NEVER, []),
+    "shared": (CacheRows, NEVER, []),
+    "shared, prompts too": (CacheRows, beginnings.SAVED_TOKENS, []),
+    "shared, with drafts": (CacheRows, NEVER, ["speculative=true"]),
 }
+"""Rows of siblings, tokens that a beginning of prompts has to save, settings."""
 
 Side = Callable[[], tuple[list[Group], float]]
 
@@ -116,8 +122,9 @@ def run(options: argparse.Namespace) -> None:
     task, taken = build_task(base.env), [-options.prompts, options.prompts]
     with ExitStack() as stack:
         sides = {}
-        for name, (rows_class, more) in SIDES.items():
+        for name, (rows_class, least, more) in SIDES.items():
             local.CacheRows = rows_class  # type: ignore[misc]
+            beginnings.SAVED_TOKENS = least
             c = load_config(options.config, [f"model={options.model}", "gates=[]", *options.overrides, *more])
             policy, roll_out, _ = stack.enter_context(opened(c, task))
             sides[name] = side_of(roll_out, task.train, base.num_generations, taken)

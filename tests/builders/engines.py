@@ -50,7 +50,7 @@ class Counted:
             self.decoded += len(tokens)
             return decode(tokens, *rest)
 
-        def counting_prefill(prompts: Any, drafts: Any) -> Any:
+        def counting_prefill(prompts: Any, drafts: Any = ()) -> Any:
             self.prefilled += sum(map(len, prompts)) - sum(drafts)
             self.read += sum(drafts)
             return prefill(prompts, drafts)

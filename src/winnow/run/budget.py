@@ -18,7 +18,7 @@ from ..base.machine import GIB
 from ..config import RunConfig
 from ..config.options import LoraConfig
 from ..engine import LocalOptions, VllmOptions
-from ..engine.local.engine import PREFILL_TOKENS
+from ..engine.local.backend import PREFILL_TOKENS
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
 from ..learner.local.learner import FILE_BYTES
 from ..learner.local.logprob import SLICE_ELEMENTS

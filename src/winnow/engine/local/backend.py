@@ -7,11 +7,27 @@ vocabulary, D size of a head.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
+
+T = TypeVar("T")
+Tokens = tuple[int, ...]
+
+PREFILL_TOKENS = 16_384
+"""Prompt tokens of one prefill, padding included."""
+
+
+class Backend(Protocol):
+    """What reads prompts."""
+
+    device: torch.device
+    mixed_lengths: bool
+
+    def prefill(self, prompts: list[Tokens], drafts: Sequence[int] = ()) -> Prefilled: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +110,7 @@ class KeptSequences:
         It is forgotten if `prompt` continues all of it.
         """
         own = self._kept.get(id_, [])
-        shared = [_shared(kept.tokens, prompt) for kept in own]
+        shared = [common(kept.tokens, prompt[:-1]) for kept in own]  # the last token has to be computed
         longest = max(shared, default=0)
         if not longest:
             return None
@@ -114,12 +130,24 @@ class KeptSequences:
         self._kept.clear()
 
 
-def _shared(tokens: tuple[int, ...], prompt: tuple[int, ...]) -> int:
-    """Return the length of the common beginning, less than that of `prompt`: its last token has to be computed."""
-    most = min(len(tokens), len(prompt) - 1)
-    if tokens[:most] == prompt[:most]:
-        return most
-    return next(i for i in range(most) if tokens[i] != prompt[i])
+def common(a: Tokens, b: Tokens) -> int:
+    """Return the length of what both begin with."""
+    most = min(len(a), len(b))
+    return most if a[:most] == b[:most] else next(i for i in range(most) if a[i] != b[i])
+
+
+def passes(items: Sequence[T], tokens: Callable[[T], Tokens], mixed_lengths: bool) -> list[list[T]]:
+    """Return groups of what goes through the model in one pass, where `tokens` gives the new tokens of each."""
+    groups: list[list[T]] = []
+    for item in sorted(items, key=lambda i: len(tokens(i))):
+        group, length = groups[-1] if groups else [], len(tokens(item))
+        shortest = len(tokens(group[0])) if group else 0
+        alike = length == shortest or (mixed_lengths and length <= 2 * shortest + 16)
+        if group and alike and length * (len(group) + 1) <= PREFILL_TOKENS:
+            group.append(item)
+        else:
+            groups.append([item])
+    return groups
 
 
 def continued(
@@ -138,15 +166,18 @@ def continued(
 def _stacked(past: list[list[torch.Tensor]], more: int) -> list[torch.Tensor]:
     """Stack sequences: one [B, heads, P + more, D] a layer, `past` on the left, zeros behind.
 
-    `past[b][l]` is [heads, P_b, D]; P is the longest P_b.
+    `past[b][l]` is [heads, P_b, D]; P is the longest P_b. Several may be the same.
     """
     width = max(layers[0].shape[1] for layers in past) + more
+    rows_of: dict[int, list[int]] = {}
+    for row, layers in enumerate(past):
+        rows_of.setdefault(id(layers), []).append(row)
     result = []
-    for tensors in zip(*past, strict=True):
-        heads, _, size = tensors[0].shape
-        buffer = tensors[0].new_zeros(len(tensors), heads, width, size)
-        for row, tensor in zip(buffer, tensors, strict=True):
-            row[:, : tensor.shape[1]] = tensor
+    for number, (heads, _, size) in enumerate(tensor.shape for tensor in past[0]):
+        buffer = past[0][number].new_zeros(len(past), heads, width, size)
+        for rows in rows_of.values():
+            tensor = past[rows[0]][number]
+            buffer[rows, :, : tensor.shape[1]] = tensor
         result.append(buffer)
     return result
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -22,15 +22,12 @@ from ..facts import Facts
 from ..loading import ModelReference, resolve_device
 from ..sequences import SequenceEngine, Sequences
 from ..slots import Drawn
-from .backend import Kept, KeptSequences, Output, Prefilled, WaitingPrompt
+from .backend import Kept, KeptSequences, Output, Prefilled, Tokens, WaitingPrompt, passes
+from .beginnings import Beginnings
 from .cache import CacheRows, Chunk, KVCache, padded, plan
 from .hf import DTYPES, fixed_columns, make_backend
 from .llama import LlamaBackend
 
-T = TypeVar("T")
-
-PREFILL_TOKENS = 16_384
-"""Prompt tokens of one prefill, padding included."""
 READ_ROWS = 16
 """Rows in flight up to which drafts are read. With more, a step's time is that of its rows, and reading a token takes
 about as long as decoding it. A number, not a clock: the same run reads the same drafts. Chosen, not tuned."""
@@ -107,6 +104,7 @@ class LocalEngine(SequenceEngine):
         self._prompts: dict[_Key, WaitingPrompt] = {}
         # With fixed slots nothing may depend on what else runs, so not on what had to make room either.
         self._kept = KeptSequences(0 if fixed_slots else slots)
+        self._beginnings = Beginnings(self._backend)
         self._waste = 0
         self._released = False
         self.seconds = Seconds(*ENGINE_SECONDS)
@@ -190,6 +188,7 @@ class LocalEngine(SequenceEngine):
         for prompt in self._prompts.values():
             prompt.prefilled = None
         self._kept.clear()
+        self._beginnings.clear()
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -291,12 +290,15 @@ class LocalEngine(SequenceEngine):
         self.sequences.table.computed(computed)
         return outputs
 
-    def _prefill(self, prompts: dict[_Key, WaitingPrompt], kept: dict[tuple[int, ...], Kept]) -> None:
+    def _prefill(self, prompts: dict[_Key, WaitingPrompt], kept: dict[Tokens, Kept]) -> None:
         """Run the prompts among these that have not been; of those with a kept beginning only what is new."""
         missing = [key for key, prompt in prompts.items() if prompt.prefilled is None]
         # With fixed slots every step computes all rows, and nothing may depend on what else runs.
         reads = self.options.fixed_slots or self._rows.n + len(missing) <= READ_ROWS
         new = {key: key.ids + key.draft if reads else key.ids for key in missing}
+        apart = [key.ids for key in missing if key.ids not in kept and not self.options.fixed_slots]
+        begun, computed = self._beginnings.read(apart)
+        kept = kept | begun
         tails = {key: new[key][len(kept[key.ids].tokens) :] for key in missing if key.ids in kept}
         runs = []
         for group in self._together([key for key in missing if key not in tails], lambda key: new[key]):
@@ -311,7 +313,7 @@ class LocalEngine(SequenceEngine):
         for group, prefilled in runs:
             for index, key in enumerate(group):
                 prompts[key].prefilled, prompts[key].index = prefilled, index
-                prompts[key].computed = len(tails.get(key, new[key]))
+                prompts[key].computed = len(tails.get(key, new[key])) + computed.pop(key.ids, 0)
 
     def _draw_drafts(self, rows: np.ndarray, lengths: np.ndarray, starts: np.ndarray, hidden_NH: torch.Tensor) -> Drawn:
         """Draw as many first tokens of each row as its draft has, row by row, from states that begin at `starts`.
@@ -329,18 +331,11 @@ class LocalEngine(SequenceEngine):
             parts.append(self.sequences.draw(logits, row_N[some], count_N[some]))
         return Drawn.joined(parts).at(np.argsort(order_N))
 
-    def _together(self, items: list[T], tokens: Callable[[T], tuple[int, ...]]) -> list[list[T]]:
-        """Groups of what goes through the model in one pass, where `tokens` gives the new tokens of each."""
-        groups: list[list[T]] = []
-        for item in sorted(items, key=lambda i: len(tokens(i))):
-            group, length = groups[-1] if groups else [], len(tokens(item))
-            shortest = len(tokens(group[0])) if group else 0
-            alike = length == shortest or (self._backend.mixed_lengths and length <= 2 * shortest + 16)
-            if group and alike and not self.options.fixed_slots and length * (len(group) + 1) <= PREFILL_TOKENS:
-                group.append(item)
-            else:
-                groups.append([item])
-        return groups
+    def _together(self, keys: list[_Key], tokens: Callable[[_Key], Tokens]) -> list[list[_Key]]:
+        """Return what goes through the model in one pass each; with fixed slots every prompt does by itself."""
+        return (
+            [[key] for key in keys] if self.options.fixed_slots else passes(keys, tokens, self._backend.mixed_lengths)
+        )
 
     def _insert(self, prefilled: Prefilled, index: list[int], requests: list[Request]) -> Output:
         """Start requests behind the prompts `index`, with what they draw of their drafts."""
@@ -392,3 +387,4 @@ class LocalEngine(SequenceEngine):
         self._rows.remove(*self.sequences.remove(rows), self.sequences.table.n)
         if not self.pending:  # an idle engine remembers nothing that could change what comes next
             self._waste = 0
+            self._beginnings.clear()

@@ -1,0 +1,129 @@
+"""What prompts begin with alike goes through the model once: the same results, for less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from winnow.base.noise import noise_key
+from winnow.engine import LocalEngine, Request, SamplingParams
+from winnow.engine.local import beginnings
+from winnow.engine.local.beginnings import shared_beginnings
+
+from ..builders.engines import Counted, make_engine, require_equal
+from .engine_models import FUSED, GENERIC, VOCAB, make_model, plain_logits, plain_logp, run
+
+SYSTEM, OTHER = (tuple(1 + (step * i) % (VOCAB - 3) for i in range(40)) for step in (7, 11))
+TAILS = [tuple(1 + (5 * i + j) % 50 for j in range(1 + i % 4)) for i in range(10)]
+
+
+def requests_of(prompts: list[tuple[int, ...]], n: int = 2) -> list[Request]:
+    params = SamplingParams(5)
+    return [Request((i, s), p, params, noise_key(0, i, s)) for i, p in enumerate(prompts) for s in range(n)]
+
+
+def prompts_of(*systems: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [(*system, *tail) for system in systems for tail in TAILS]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple), max_size=12), st.integers(1, 12))
+def test_beginnings_against_the_definition(prompts: list[tuple[int, ...]], least: int) -> None:
+    found = shared_beginnings(prompts, least)
+    distinct = set(prompts)
+
+    def begun_by(tokens: tuple[int, ...]) -> set[tuple[int, ...]]:
+        return {p for p in distinct if p[: len(tokens)] == tokens and p != tokens}
+
+    def serves(tokens: tuple[int, ...]) -> bool:
+        having = begun_by(tokens)
+        saves = len(tokens) * (len(having) - 1)
+        return bool(having) and saves >= least and max(map(len, having)) <= 2 * len(tokens)
+
+    taken = [prompt for tokens in found for prompt in begun_by(tokens)]
+    assert len(taken) == len(set(taken)), "a prompt has one"
+    assert all(serves(tokens) for tokens in found)
+    for prompt in distinct - set(taken):
+        assert not any(serves(prompt[:n]) and prompt[:n] not in distinct for n in range(1, len(prompt)))
+
+
+@pytest.mark.cases(one_in=4)
+@pytest.mark.parametrize("name", [*FUSED, *GENERIC])
+def test_the_same_as_without_and_as_a_plain_forward_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(name)
+    requests = requests_of([*prompts_of(SYSTEM, OTHER), (3, 4)])
+    monkeypatch.setattr(beginnings, "SAVED_TOKENS", {"cpu": 100})
+    with_ = make_engine(model, slots=64)
+    monkeypatch.setattr(beginnings, "SAVED_TOKENS", {"cpu": 1 << 30})
+    without = make_engine(model, slots=64)
+    counted, counted_without = Counted(with_), Counted(without)
+    found = run(with_, requests)
+    require_equal(found, run(without, requests))
+    assert counted.prefilled == 2 * 40 + 2, "both beginnings, and the prompt that has none"
+    assert counted.extended == 2 * sum(map(len, TAILS))
+    assert (counted_without.extended, counted_without.prefilled) == (
+        0,
+        sum({r.prompt_ids: len(r.prompt_ids) for r in requests}.values()),
+    )
+    for request in requests[::7]:
+        answer = found[request.id]
+        logits = plain_logits(model, request.prompt_ids, answer.token_ids)
+        np.testing.assert_allclose(answer.logp, plain_logp(logits, request.params, answer.token_ids), atol=1e-4)
+
+
+def engine_that_counts(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[LocalEngine, Counted]:
+    monkeypatch.setattr(beginnings, "SAVED_TOKENS", {"cpu": 100})
+    engine = make_engine("qwen2", **options)
+    return engine, Counted(engine)
+
+
+def test_prompts_that_come_later_have_it_too_until_the_engine_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, counted = engine_that_counts(monkeypatch, slots=4)
+    run(engine, requests_of(prompts_of(SYSTEM), n=1))
+    assert counted.prefilled == 40
+    assert counted.extended == sum(map(len, TAILS))
+    run(engine, requests_of(prompts_of(SYSTEM)[:1]))
+    assert counted.prefilled == 40 + 40 + len(TAILS[0]), "an idle engine has forgotten it"
+
+
+def test_new_weights_forget_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, counted = engine_that_counts(monkeypatch, slots=4)
+    requests, other = requests_of(prompts_of(SYSTEM), n=1), make_model("qwen2", seed=1)
+    engine.submit(requests[:5])
+    engine.step()
+    engine.load_weights(other.state_dict(), 1)
+    before = counted.prefilled
+    found = run(engine, requests[5:])
+    assert counted.prefilled > before
+    answer = found[requests[-1].id]
+    logits = plain_logits(other, requests[-1].prompt_ids, answer.token_ids)
+    np.testing.assert_allclose(answer.logp, plain_logp(logits, SamplingParams(5), answer.token_ids), atol=1e-4)
+
+
+def test_computed_tokens_hold_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, counted = engine_that_counts(monkeypatch, slots=32)
+    found = run(engine, requests_of(prompts_of(SYSTEM)))
+    computed = [finished.num_computed_tokens or 0 for finished in found.values()]
+    assert sum(computed) == counted.prefilled + counted.extended + counted.decoded
+
+
+def test_drafts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = engine_that_counts(monkeypatch, slots=32)
+    requests = requests_of(prompts_of(SYSTEM), n=1)
+    answers = run(plain, requests)
+    drafted, counted = engine_that_counts(monkeypatch, slots=32)
+    drafts = [replace(r, draft=tuple(answers[r.id].token_ids.tolist())) for r in requests]
+    found = run(drafted, drafts)
+    require_equal(found, answers)
+    assert (counted.prefilled, counted.read) == (40, 4 * len(requests))
+    assert all(finished.num_reused_tokens for finished in found.values())
+
+
+def test_fixed_slots_compute_every_prompt_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, counted = engine_that_counts(monkeypatch, slots=32, fixed_slots=True, max_length=64)
+    run(engine, requests_of(prompts_of(SYSTEM), n=1))
+    assert (counted.prefilled, counted.extended) == (sum(map(len, prompts_of(SYSTEM))), 0)
