@@ -47,6 +47,14 @@ class ModelReference:
         dtype. Raises ConfigError as `load_causal_lm` does."""
         return load_causal_lm(self.source, CPU) if self.loaded is None else self.loaded
 
+    def described(self) -> Any:
+        """Return the model, on the meta device unless already loaded. Raises ConfigError as `load` does."""
+        if self.loaded is not None:
+            return self.loaded
+        model = build_meta_model(self.source)
+        set_generation_config(model, self.source)
+        return model
+
 
 def quiet_transformers() -> None:
     """Hide transformers' progress bars, which would disturb our display."""
@@ -139,7 +147,7 @@ def require_whole(source: str | Path) -> None:
     if file_of(source, SETTINGS) is not None:
         raise ConfigError(f"model: '{source}' is an adapter, and a whole model is needed here")
     _require_weights_for(source)
-    quantized = getattr(load_config(source), "quantization_config", None) or {}
+    quantized = getattr(load_model_config(source), "quantization_config", None) or {}
     kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
     if kind not in (None, "mxfp4"):  # transformers de-quantizes mxfp4
         raise ConfigError(
@@ -148,7 +156,7 @@ def require_whole(source: str | Path) -> None:
         )
 
 
-def load_config(source: str | Path) -> Any:
+def load_model_config(source: str | Path) -> Any:
     """Return the config of a model, or of the model below an adapter. Raises ConfigError as `load_causal_lm` does."""
     return _load(AutoConfig, whole_under(source), "model")
 
@@ -192,7 +200,7 @@ def build_meta_model(source: str | Path) -> Any:
 
     Raises ConfigError as `load_causal_lm` does.
     """
-    return _on_meta(load_config(source))
+    return _on_meta(load_model_config(source))
 
 
 def _on_meta(config: Any) -> Any:

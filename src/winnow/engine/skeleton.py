@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ..base.weights import LazyState, state_once, tied_names
-from .loading import load_config, require_whole, set_generation_config
+from .loading import load_model_config, require_whole, set_generation_config
 
 TRIAL_VOCABULARY = 256
 
@@ -27,7 +27,7 @@ def unloaded(folder: Path) -> Any | None:
     ConfigError as `load_whole` does.
     """
     require_whole(folder)
-    config = load_config(folder)
+    config = load_model_config(folder)
     if config.get_text_config() is not config:
         return None
     try:

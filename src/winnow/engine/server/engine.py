@@ -25,7 +25,7 @@ from ...base.errors import ConfigError
 from ...base.weights import Weights, save_tensors, transfer_s
 from ..base import Event, Finished, Request, check_request
 from ..facts import Facts
-from ..loading import ModelReference, build_meta_model, set_generation_config
+from ..loading import ModelReference
 from .answers import AnswerReader, Sent, WrongAnswerError
 from .client import Client, ServerError, StatusError
 
@@ -40,7 +40,7 @@ LOAD_SHARE = 0.8
 SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 """Settings of a model's config that server and run must share."""
 REPORTS = ("report_at", "raw_logp", "last_hidden")
-COLDEST = 0.01
+VLLM_COLDEST = 0.01
 """Lowest temperature but 0: vLLM raises lower ones to it."""
 LOWEST_BIAS, MOST_BIASES = -100.0, 1024
 """What vLLM takes: the lowest bias of a token, and the biases of a request."""
@@ -80,10 +80,7 @@ class ServerEngine:
         max_length: int | None,
     ) -> None:
         """`config`: the server's. The others: see `ServerOptions`. Raises ConfigError when it has another model."""
-        policy = model.loaded
-        if policy is None:
-            policy = build_meta_model(model.source)
-            set_generation_config(policy, model.source)
+        policy = model.described()
         self.version = 0
         self.dtype = str(config["model_config"].get("dtype", "unknown")).removeprefix("torch.")
         self._client, self._timeout_s, self._slots = client, timeout_s, slots
@@ -211,8 +208,8 @@ class ServerEngine:
         if asked := [name for name in REPORTS if getattr(request, name)]:
             raise ValueError(f"{who}: {asked[0]}: a vLLM server does not report it; use engine: vllm, without servers")
         params = request.params
-        if 0 < params.temperature < COLDEST:
-            raise ValueError(f"{who}: temperature {params.temperature}: vLLM samples at {COLDEST}; raise it")
+        if 0 < params.temperature < VLLM_COLDEST:
+            raise ValueError(f"{who}: temperature {params.temperature}: vLLM samples at {VLLM_COLDEST}; raise it")
         if params.min_p and params.top_p < 1:
             raise ValueError(
                 f"{who}: min_p with top_p: vLLM applies min_p first, and the learner last; use one of them"

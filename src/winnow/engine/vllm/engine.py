@@ -20,7 +20,7 @@ from ...base.errors import ConfigError
 from ...base.weights import Weights
 from ..base import Event, Request, SamplingParams
 from ..facts import Facts
-from ..loading import ModelReference, build_meta_model, set_generation_config
+from ..loading import ModelReference, build_meta_model
 from ..sequences import SequenceEngine, Sequences
 from ..slots import COUNT, Drawn
 from .adapters import Adapters
@@ -39,10 +39,7 @@ class VllmEngine(SequenceEngine):
 
         Raises ConfigError when vLLM refuses it.
         """
-        policy = model.loaded
-        if policy is None:
-            policy = build_meta_model(source)
-            set_generation_config(policy, source)
+        policy = model.described()
         limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         longest = arguments["max_model_len"]
         facts = Facts.from_model(policy, tokenizer, None if longest is None else min(longest, limit))

@@ -16,9 +16,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..batch import PrefixTrees
+from .eval_mode import decoder_layers
 
 BACKEND = "inductor"
 BLOCK = 128
@@ -39,10 +39,7 @@ def compile_layers(model: torch.nn.Module) -> None:
 
     Raises ValueError when the class has no such layers.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(f"torch_compile: {type(model).__name__} has no layers that can be compiled; set it to false")
-    for layer in layers:
+    for layer in decoder_layers(model, "torch_compile"):
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
 
 

@@ -40,13 +40,16 @@ def checkpoint_layers(model: torch.nn.Module) -> None:
 
     Raises ValueError when the class has no such layers.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(
-            f"gradient_checkpointing: {type(model).__name__} has no layers that can be recomputed; set it to false"
-        )
-    for layer in layers:
+    for layer in decoder_layers(model, "gradient_checkpointing"):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def decoder_layers(model: torch.nn.Module, setting: str) -> list[torch.nn.Module]:
+    """Return the decoder layers for a setting that changes each. Raises ValueError when the class marks none."""
+    layers: list[torch.nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"{setting}: {type(model).__name__} marks no decoder layers; set it to false")
+    return layers
 
 
 class WideAttention(TorchFunctionMode):
