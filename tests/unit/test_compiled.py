@@ -210,5 +210,5 @@ def test_what_cannot_be_compiled_is_refused_by_name(baselines: bool, what: str) 
 
 
 def test_a_model_without_layers_of_transformers_is_refused() -> None:
-    with pytest.raises(ValueError, match="torch_compile: Linear has no layers"):
+    with pytest.raises(ValueError, match="torch_compile: Linear marks no decoder layers"):
         compiled.compile_layers(torch.nn.Linear(2, 2))

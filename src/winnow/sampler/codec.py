@@ -42,9 +42,6 @@ _VERDICT = tuple(f.name for f in fields(Verdict))
 _PLAIN = tuple(
     f.name for f in fields(Rollout) if f.name not in (*ARRAYS, "prompt_ids", "turns", "decisions", "later_segments")
 )
-_KEYS = {"override_probability": "overridden", "num_reused_tokens": "spared", "later_segments": "later"}
-"""Field -> its key in checkpoints, where it is another."""
-_FIELDS = {key: field for field, key in _KEYS.items()}
 
 _GROUPS: TypeAdapter[list[Group]] = TypeAdapter(list[Group], config=STRICT)
 
@@ -137,12 +134,12 @@ def _arrays_of(rollout: Rollout) -> list[np.ndarray | None]:
 
 
 def _rollout_state(rollout: Rollout, prompt_ids: tuple[int, ...]) -> dict[str, Any]:
-    state = {_KEYS.get(name, name): _plain(getattr(rollout, name)) for name in _PLAIN}
+    state = {name: _plain(getattr(rollout, name)) for name in _PLAIN}
     if rollout.prompt_ids != prompt_ids:
         state["prompt_ids"] = list(rollout.prompt_ids)
     state["turns"] = [_turn_state(t) for t in rollout.turns]
     state["decisions"] = [_decision_state(d) for d in rollout.decisions]
-    state["later"] = [[segment.start, segment.agent] for segment in rollout.later_segments]
+    state["later_segments"] = [[segment.start, segment.agent] for segment in rollout.later_segments]
     return state
 
 
@@ -158,12 +155,12 @@ def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], left: I
     kinds = [None if a is None else (a.dtype.kind, a.shape) for a in arrays[:4]]
     if kinds != [(kind, (len(arrays[0]),)) for kind in "ibfi"]:
         raise ValueError("rollout: shapes or dtypes of tokens, mask, log-probabilities and versions do not match")
-    values = {_FIELDS.get(key, key): value for key, value in state.items()} | dict(zip(ARRAYS, arrays, strict=True))
+    values = {**state, **dict(zip(ARRAYS, arrays, strict=True))}
     values["prompt_ids"] = tuple(state["prompt_ids"]) if "prompt_ids" in state else prompt_ids
     values["turns"] = [Turn(**t) for t in state["turns"]]
     values["decisions"] = [_decision_from(d) for d in state["decisions"]]
     values["fate"] = Fate(state["fate"]) if state["fate"] else None
-    later = state["later"]
+    later = state["later_segments"]
     prompts = [tuple(ids.tolist()) for ids in islice(left, len(later))]
     values["later_segments"] = [Segment(start, ids, agent) for (start, agent), ids in zip(later, prompts, strict=True)]
     return Rollout(**values)
@@ -181,11 +178,11 @@ def _decision_from(state: Mapping[str, Any]) -> Decision:
 
 
 def _verdict_state(verdict: Verdict) -> dict[str, Any]:
-    return {_KEYS.get(name, name): _plain(getattr(verdict, name)) for name in _VERDICT}
+    return {name: _plain(getattr(verdict, name)) for name in _VERDICT}
 
 
 def _verdict_from(state: Mapping[str, Any]) -> Verdict:
-    verdict = Verdict(**{_FIELDS.get(key, key): value for key, value in _real(state).items()})
+    verdict = Verdict(**_real(state))
     return replace(verdict, counts_as=GroupKind(verdict.counts_as))
 
 
