@@ -208,15 +208,14 @@ def test_every_side_of_every_track_is_a_valid_configuration(track: str) -> None:
 
 
 @pytest.mark.parametrize("track", ["countdown", "arithmetic"])
-def test_a_track_has_as_many_held_out_prompts_as_are_evaluated(track: str) -> None:
+def test_a_track_has_the_held_out_prompts_that_are_evaluated(track: str) -> None:
     c = module("sides").config_of(spec(track=track))
-    assert len(build_task(c.env).test) == c.eval_prompts
+    assert len(build_task(c.env).test) >= c.eval_prompts
 
 
-def test_the_tracks_have_the_methods_that_the_claims_measured() -> None:
+def test_the_tracks_have_the_base_that_the_claims_measured() -> None:
     tracks, tuned = module("tracks"), importlib.import_module("families.tuned")
     assert tracks.DAPO == tuned.DAPO_REFILL
-    assert sorted(tracks.FASTEST) == sorted(tuned.SHARED_TWICE)
 
 
 def test_every_track_has_a_place_for_its_table_in_the_docs() -> None:
