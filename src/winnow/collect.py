@@ -4,7 +4,8 @@
                                                                         |          |
                                                                      filtered   stale, surplus
 
-Every launched group returns once and leaves with one fate; the ledger books both. A collector knows policy versions
+Every launched group returns once, and each of its rollouts leaves with one fate, that of a gate or a failure if it has
+one by then; the ledger books both. A collector knows policy versions
 and steps as numbers, but no learner, weights or evaluation.
 """
 
@@ -149,7 +150,7 @@ class Collector:
         trained_at = step + ahead
         self.pace.begin_fill(ahead=ahead)
         with self.clock.phase_of_parts("generate", self.sampler.spent):
-            self._stop_conditions.begin_step()
+            self._stop_conditions.forget_rejected()
             self._exhausted = False
             self._book_stale(step, self.buffer.expire(trained_at))
             while True:
@@ -178,7 +179,7 @@ class Collector:
         """Book a batch after its optimizer step; filter and gates learn. `update`: metrics, including `updated`."""
         fate, reason = Fate.TRAINED, ""
         if not update["updated"]:
-            fate, reason = Fate.FILTERED, "no group of the batch had a signal; the optimizer step was skipped"
+            fate, reason = Fate.FILTERED, "no row of the batch had a gradient; the optimizer step was skipped"
         for group in groups:
             filter_without_row(group, mask_truncated=self.limits.mask_truncated)
             self._book(step, group, fate, reason)
@@ -305,7 +306,7 @@ class Collector:
             verdict = checked_verdict(self.filter, group, kind)
             if verdict.keep:
                 self.buffer.add(group)
-                self._stop_conditions.begin_step()
+                self._stop_conditions.forget_rejected()
                 return
             reason = verdict.reason
         elif group.verdict.keep:

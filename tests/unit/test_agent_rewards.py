@@ -17,10 +17,11 @@ from winnow.methods.agents import by_agent, filter_without_row
 from winnow.methods.group_kind import BY_REWARDS
 from winnow.record.failures import truncated_of
 from winnow.record.ledger import Ledger
-from winnow.record.ledger_file import LEDGER
+from winnow.record.ledger_file import LEDGER, rollout_row
+from winnow.record.proof import sampled_tokens
 from winnow.record.step_metrics import Tally
 from winnow.tasks.agents import conversation, with_agent
-from winnow.types import Fate, Group, GroupKind, Visit
+from winnow.types import Fate, Group, GroupKind, Segment, Turn, Visit
 
 from ..builders.groups import make_group
 from ..builders.requests import ask, text_of, user
@@ -163,6 +164,24 @@ def test_what_an_agent_without_a_reward_sampled_is_not_trained(tokenizer):
     assert tally.tokens == {"trained": sum(len(row.rollout.token_ids) for row in rows), "unrewarded": helped}
 
 
+def test_a_rollout_without_rewards_of_its_own_is_trained_as_the_groups_rewarded_agents_alone():
+    """One that a limit ended has a reward, of all its agents, and no row for those that no sibling has a reward for."""
+    group = make_group(0, [1.0, 0.5, 0.0, 0.0], [4, 4, 4, 4])
+    for rollout, first in zip(group.rollouts, ("solver", "solver", "proposer", "proposer"), strict=True):
+        rollout.agent = first
+        rollout.agent_rewards = {"solver": rollout.reward} if first == "solver" else {}
+    group.rollouts[3].later_segments = [Segment(2, (5,), "solver")]
+    rows = rows_of(by_agent([group]), ADVANTAGES["rloo"](), "grpo", max_completion_length=64)
+    assert [len(row.rollout.token_ids) for row in rows] == [4, 4, 2]
+    filter_without_row(group, mask_truncated=False)
+    assert [rollout.fate for rollout in group.rollouts] == [None, None, Fate.FILTERED, None]
+    for rollout in group.rollouts:
+        rollout.fate = rollout.fate or Fate.TRAINED
+    tally = Tally(BY_REWARDS)
+    tally.fated(group)
+    assert tally.tokens == {"trained": 10, "unrewarded": 2, "filtered": 4}
+
+
 def test_a_group_whose_rewards_no_agent_earned_is_refused(tokenizer):
     """Only agents that sampled nothing have a reward: no update has a row of it."""
 
@@ -263,6 +282,14 @@ def test_an_agent_that_gives_up_its_retries_is_paid(tokenizer):
     assert (rollout.stop_reason, rollout.fate, rollout.reward) == ("turns", None, 0.75)
 
 
+def test_what_an_agent_gave_up_is_no_token_of_its_environment():
+    rollout = make_group(0, [1.0], [4]).rollouts[0]
+    rollout.turns, rollout.fate = [Turn("x", None, 0, 2, "eos", abandoned=True)], Fate.TRAINED
+    rollout.action_mask[:2] = False
+    sampled, inserted = rollout_row("", 0, 0, rollout)[6:8]
+    assert (sampled, inserted) == (2, 0)
+
+
 def test_the_ledger_tells_what_was_cut_and_what_was_not_trained(tmp_path):
     group = make_group(0, [1.0, 0.0, 0.5], [6, 4, 5])
     for rollout, reason in zip(group.rollouts, ("turns", "context", "env"), strict=True):
@@ -270,10 +297,11 @@ def test_the_ledger_tells_what_was_cut_and_what_was_not_trained(tmp_path):
     with Ledger.open(tmp_path / LEDGER) as ledger:
         ledger.visit([group.visit], step=0, version=0)
         ledger.finish(group, step=0)
-        ledger.step(0, seconds={}, metrics={"tokens/trained": 11.0, "tokens/unrewarded": 4.0})
+        ledger.step(0, seconds={}, metrics={"tokens/trained": 11.0, "tokens/unrewarded": 4.0, "tokens/abandoned": 3.0})
         totals = ledger.totals()
         assert ledger.verify().ok
-    assert (totals["trained"]["tokens"], totals["unrewarded"]["tokens"]) == (11, 4)
+    assert (totals["trained"]["tokens"], totals["unrewarded"]["tokens"], totals["abandoned"]["tokens"]) == (11, 4, 3)
+    assert sampled_tokens(totals) == 18
     assert truncated_of(tmp_path) == {"context_length": 1, "max_turns": 1}
 
 

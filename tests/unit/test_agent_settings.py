@@ -125,6 +125,18 @@ def test_max_tokens_is_the_most_of_one_answer(tokenizer, key):
     assert [turn.stop_reason for turn in rollout.turns] == ["length", "eos"]
 
 
+def test_an_answer_that_the_agents_own_limit_ends_is_not_truncated(tokenizer):
+    def agent(base_url, prompt):
+        ask(base_url, prompt, max_tokens=4)
+        return 1.0
+
+    for most in (None, 100):
+        (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, max_turn_length=most), [["abcdefgh"]])
+        assert (rollout.turns[0].stop_reason, rollout.stop_reason, rollout.truncated) == ("length", "env", False)
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, max_turn_length=4), [["abcdefgh"]])
+    assert (rollout.stop_reason, rollout.truncated) == ("turn_length", True)
+
+
 def test_max_tokens_does_not_exceed_the_runs_own_limit(tokenizer):
     def agent(base_url, prompt):
         return float(ask(base_url, prompt, max_tokens=100)["content"] == "abc")

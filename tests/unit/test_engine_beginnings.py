@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from winnow.base.noise import noise_key
@@ -18,7 +19,7 @@ from winnow.engine.local.beginnings import shared_beginnings
 from ..builders.engines import Counted, make_engine, require_equal
 from .engine_models import FUSED, GENERIC, VOCAB, make_model, plain_logits, plain_logp, run
 
-SYSTEM, OTHER = (tuple(1 + (step * i) % (VOCAB - 3) for i in range(40)) for step in (7, 11))
+SYSTEM, OTHER = (tuple(1 + (step * i) % (VOCAB - 3) for i in range(n)) for step, n in ((7, 40), (11, 31)))
 TAILS = [tuple(1 + (5 * i + j) % 50 for j in range(1 + i % 4)) for i in range(10)]
 
 
@@ -32,23 +33,27 @@ def prompts_of(*systems: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple), max_size=12), st.integers(1, 12))
+@example([(0, 0, 0), (0, 0, 0, 0), (0, 0, 1, 0, 0)], 2)
+@example([(0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 1), (0, 0, 1, 0)], 2)
 def test_beginnings_against_the_definition(prompts: list[tuple[int, ...]], least: int) -> None:
     found = shared_beginnings(prompts, least)
-    distinct = set(prompts)
+    assert len(found) == len(set(found))
 
-    def begun_by(tokens: tuple[int, ...]) -> set[tuple[int, ...]]:
-        return {p for p in distinct if p[: len(tokens)] == tokens and p != tokens}
+    def served_by(tokens: tuple[int, ...], some: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+        n = len(tokens)
+        return {p for p in some if p[:n] == tokens and n < len(p) <= 2 * n}
 
-    def serves(tokens: tuple[int, ...]) -> bool:
-        having = begun_by(tokens)
-        saves = len(tokens) * (len(having) - 1)
-        return bool(having) and saves >= least and max(map(len, having)) <= 2 * len(tokens)
+    left = set(prompts)
+    for tokens in sorted(found, key=len):  # the shortest has all that it can
+        served = served_by(tokens, left)
+        assert len(tokens) * (len(served) - 1) >= least
+        left -= served
+    for tokens in {tuple(commonprefix([a, b])) for a in left for b in left if a != b}:
+        assert len(tokens) * (len(served_by(tokens, left)) - 1) < least, "nothing is left that would have paid"
 
-    taken = [prompt for tokens in found for prompt in begun_by(tokens)]
-    assert len(taken) == len(set(taken)), "a prompt has one"
-    assert all(serves(tokens) for tokens in found)
-    for prompt in distinct - set(taken):
-        assert not any(serves(prompt[:n]) and prompt[:n] not in distinct for n in range(1, len(prompt)))
+
+def commonprefix(both: list[tuple[int, ...]]) -> list[int]:
+    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))]
 
 
 @pytest.mark.cases(one_in=4)
@@ -63,7 +68,7 @@ def test_the_same_as_without_and_as_a_plain_forward_pass(name: str, monkeypatch:
     counted, counted_without = Counted(with_), Counted(without)
     found = run(with_, requests)
     require_equal(found, run(without, requests))
-    assert counted.prefilled == 2 * 40 + 2, "both beginnings, and the prompt that has none"
+    assert counted.prefilled == 40 + 31 + 2, "both beginnings, and the prompt that has none"
     assert counted.extended == 2 * sum(map(len, TAILS))
     assert (counted_without.extended, counted_without.prefilled) == (
         0,
@@ -127,3 +132,43 @@ def test_fixed_slots_compute_every_prompt_by_itself(monkeypatch: pytest.MonkeyPa
     engine, counted = engine_that_counts(monkeypatch, slots=32, fixed_slots=True, max_length=64)
     run(engine, requests_of(prompts_of(SYSTEM), n=1))
     assert (counted.prefilled, counted.extended) == (sum(map(len, prompts_of(SYSTEM))), 0)
+
+
+def test_a_longer_prompt_does_not_keep_others_from_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, counted = engine_that_counts(monkeypatch, slots=32)
+    long = (*SYSTEM, *range(1, 50))
+    run(engine, requests_of([*prompts_of(SYSTEM), long], n=1))
+    assert (counted.prefilled, counted.extended) == (40 + len(long), sum(map(len, TAILS)))
+
+
+def test_an_engine_that_cancelling_leaves_idle_has_forgotten_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engine_that_counts(monkeypatch, slots=4)
+    requests = requests_of(prompts_of(SYSTEM), n=1)
+    engine.submit(requests)
+    for _ in range(5):  # those that started end together
+        engine.step()
+    assert not engine.sequences.table.n
+    assert engine.pending == len(requests) - 4
+    engine.cancel([request.id for request in requests])
+    assert not engine.pending
+    last = requests[-1]
+    fresh, _ = engine_that_counts(monkeypatch, slots=4)
+    np.testing.assert_array_equal(run(engine, [last])[last.id].logp, run(fresh, [last])[last.id].logp)
+
+
+def test_the_one_that_was_not_used_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beginnings, "MOST", 2)
+    engine, counted = engine_that_counts(monkeypatch, slots=10)
+    third = tuple(1 + (13 * i) % (VOCAB - 3) for i in range(35))
+    long = replace(requests_of([(9, 9)], n=1)[0], id="runs", params=SamplingParams(60))
+    engine.submit([long])
+    for system in (SYSTEM, OTHER, SYSTEM, third):
+        engine.submit(replace(r, id=(counted.decoded, r.id)) for r in requests_of(prompts_of(system)[:6], n=1))
+        for _ in range(5):
+            engine.step()
+    before = counted.prefilled
+    assert before == 2 + 40 + 31 + 35
+    engine.submit([replace(requests_of(prompts_of(SYSTEM)[7:8], n=1)[0], id="again")])
+    engine.step()
+    assert counted.prefilled == before, "it had been used after the other"
+    assert engine.pending

@@ -10,7 +10,7 @@ from pathlib import Path
 from winnow.record.ledger import Ledger
 from winnow.record.recurrence import LONGEST_GAP, Recurrence, rows
 from winnow.study.report import write_report
-from winnow.types import Fate, Group, Prompt, Verdict, Visit
+from winnow.types import Fate, Group, GroupKind, Prompt, Verdict, Visit
 
 from .fake_run import finished
 
@@ -53,6 +53,19 @@ def test_equals_a_count_by_hand(tmp_path: Path) -> None:
                     by_hand[min(later - epoch, LONGEST_GAP)].append(again != "none")
         assert found == [Recurrence(gap, len(zero), sum(zero)) for gap, zero in sorted(by_hand.items())]
         assert len(found) >= 5
+
+
+def test_equal_rewards_count_where_nothing_tells_right_from_wrong(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path / "l.sqlite") as ledger:
+        for epoch in range(3):
+            visit = Visit(epoch, epoch, PROMPTS[0])
+            ledger.visit([visit], step=0, version=0)
+            group = finished(visit, [0.0, 0.0])
+            group.kind = GroupKind.UNKNOWN
+            for r in group.rollouts:
+                r.fate = Fate.FILTERED
+            ledger.finish(group, step=0)
+        assert ledger.recurrence() == [Recurrence(1, 2, 2)]
 
 
 def test_what_was_voided_does_not_count(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class Finished:
     num_reused_tokens: int = 0
     """Tokens among them that took no decoding step of their own: of a draft, or decoded once for some siblings."""
     num_computed_tokens: int | None = None
-    """Positions that went through the model for it: of the prompt, of a draft, of its decoding steps. What siblings
+    """Positions that went through the model for it: of the prompt, of a draft, of its decoding steps. What several
     share counts for the first of them. None: the engine does not count them."""
 
 

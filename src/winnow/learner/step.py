@@ -85,7 +85,7 @@ class OptimizerStep:
     teacher: Teacher | None = None
 
     def __call__(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """Return the update's metrics; `updated` is 0 when no group had a signal and the optimizer was skipped.
+        """Return the update's metrics; `updated` is 0 when no row had a gradient and the optimizer was skipped.
 
         Raises FloatingPointError when an advantage, the loss or the gradient is not finite.
         """

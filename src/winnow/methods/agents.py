@@ -37,23 +37,32 @@ def named(agents: Iterable[str]) -> str:
     return ", ".join(repr(name) if name else "'' (without a name)" for name in agents)
 
 
+def rewarded_agents(group: Group) -> set[str]:
+    """Return the agents of a group that have a reward of their own; empty: one reward is that of all."""
+    return {name for rollout in group.rollouts for name in rollout.agent_rewards}
+
+
 def filter_without_row(group: Group, *, mask_truncated: bool) -> None:
     """Mark rollouts that have no row in an update as filtered: no token of them is trained."""
+    names = rewarded_agents(group)
     for rollout in group.rollouts:
         reason = ""
         if mask_truncated and rollout.truncated:
             reason = f"cut at {LIMITS[rollout.stop_reason]}; mask_truncated_completions leaves it out of the loss"
-        elif rollout.agent_rewards and rollout.agent_rewards.keys().isdisjoint(agents_of(rollout)):
+        elif names and (set(rollout.agent_rewards) or names).isdisjoint(agents_of(rollout)):
             reason = "only agents that sampled nothing have a reward"
         if rollout.fate is None and reason:
             rollout.fate, rollout.reason = Fate.FILTERED, reason
 
 
-def unrewarded_tokens(rollout: Rollout) -> int:
-    """Return the number of tokens sampled as agents without a reward, where others have one: none is trained."""
-    if not rollout.agent_rewards:
+def unrewarded_tokens(rollout: Rollout, names: set[str]) -> int:
+    """Return the number of tokens sampled as agents without a reward, where others have one: none is trained.
+
+    `names`: `rewarded_agents` of its group.
+    """
+    if not names:
         return 0
-    parts = [part for part in rollout.parts() if part.agent not in rollout.agent_rewards]
+    parts = [part for part in rollout.parts() if part.agent not in (rollout.agent_rewards or names)]
     return sum(int(np.count_nonzero(part.action_mask)) for part in parts)
 
 

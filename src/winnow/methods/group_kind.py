@@ -98,7 +98,7 @@ class GroupJudge:
         return self.kind(group) is GroupKind.SIGNAL
 
     def refusal(self, group: Group) -> str | None:
-        """Return why no filter sees this group: it was cut, or has too few rewards. None: it is complete."""
+        """Return why no filter sees this group: it was cut, or has too few rewards. None: a filter decides."""
         if not group.verdict.keep:
             return group.verdict.reason
         for rollout in group.rollouts:

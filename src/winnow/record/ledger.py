@@ -227,7 +227,8 @@ class Ledger:
         """Sum `visits, rollouts, prompt_tokens, tokens, seconds` by fate, `in_flight`, `void`, `evaluation`, `probe`.
 
         Tokens are sampled ones; seconds are shares of the engine's wall clock. A visit counts under its group's fate, a
-        rollout under its own. `unrewarded` has the tokens of trained rollouts that agents without a reward sampled.
+        rollout under its own. `unrewarded` has the tokens of trained rollouts that agents without a reward sampled,
+        `abandoned` those of answers that an agent had given up.
         """
         with self._reading() as db:
             return totals(db)

@@ -236,7 +236,7 @@ def rollout_row(where: str, visit: int, step: int, r: Rollout) -> tuple[Any, ...
     versions = r.versions[r.action_mask]
     tokens = len(versions)
     prompt_tokens = len(r.prompt_ids) + sum(len(segment.prompt_ids) for segment in r.later_segments)
-    counts = prompt_tokens, tokens, len(r.token_ids) - tokens
+    counts = prompt_tokens, tokens, len(r.token_ids) - tokens - r.abandoned_tokens
     reward = None if r.reward is None else float(r.reward)
     lag = (int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))) if tokens else (None, None)
     rest = float(r.seconds), r.stop_reason, float(r.survival_p)

@@ -23,6 +23,8 @@ FATE_COLORS = {
     "stale": "red",
     "surplus": "blue",
     "failed": "red",
+    "unrewarded": "cyan",
+    "abandoned": "cyan",
 }
 LINE_EVERY_S = 10.0
 WORKERS_SHOWN = 8

@@ -26,8 +26,10 @@ FAILURES = (
     " WHERE r.fate = 'failed' AND r.void = 0 GROUP BY r.reason, v.prompt_id ORDER BY MIN(r.row)"
 )
 """Reason, prompt and count of failed rollouts."""
-UNREWARDED = """SELECT CAST(SUM(json_extract(metrics, '$."tokens/unrewarded"')) AS INTEGER) FROM steps WHERE void = 0"""
-"""Tokens of trained rollouts that agents without a reward sampled."""
+SAMPLED = (*FATES, "unrewarded", "abandoned")
+"""Rows of `Ledger.totals` that hold all tokens sampled for training."""
+OF_STEPS = """SELECT CAST(SUM(json_extract(metrics, '$."tokens/' || ? || '"')) AS INTEGER) FROM steps WHERE void = 0"""
+"""Tokens that steps counted under a name that is no fate."""
 PROBE = "probe"
 """Rollouts that compare engine and learner: a row of the totals, and a key of the meta table."""
 _FURTHEST = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS, Fate.FILTERED, Fate.CUT, Fate.PRUNED, Fate.FAILED)
@@ -76,20 +78,27 @@ def totals(db: sqlite3.Connection) -> dict[str, dict[str, float]]:
     cost = db.execute("SELECT SUM(rollouts), SUM(tokens), SUM(seconds) FROM evaluations WHERE void = 0").fetchone()
     table["evaluation"].update(zip(("rollouts", "tokens", "seconds"), (v or 0 for v in cost), strict=True))
     table[PROBE].update(probed(db))
-    if unrewarded := db.execute(UNREWARDED).fetchone()[0]:
-        table["trained"]["tokens"] -= unrewarded
-        table["unrewarded"] = dict.fromkeys(COLUMNS, 0) | {"tokens": unrewarded}
+    for name in SAMPLED[len(FATES) :]:
+        if tokens := db.execute(OF_STEPS, (name,)).fetchone()[0]:
+            table[name] = dict.fromkeys(COLUMNS, 0) | {"tokens": tokens}
+    if "unrewarded" in table:
+        table["trained"]["tokens"] -= table["unrewarded"]["tokens"]
     return table
+
+
+def sampled_tokens(totals: Mapping[str, Mapping[str, float]]) -> float:
+    """Return the tokens sampled for training, of `Ledger.totals`."""
+    return sum(totals[name]["tokens"] for name in SAMPLED if name in totals)
 
 
 def totals_rows(table: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
     """Return cells under `HEAD`, one row a fate of `Ledger.totals`."""
-    sampled = sum(table[fate]["tokens"] for fate in (*FATES, "unrewarded") if fate in table)
+    sampled = sampled_tokens(table)
     rows = []
     for name, row in table.items():
         cells = [f"{row[column]:,.0f}" for column in COLUMNS[:-1]]
         share = ""
-        if name in (*FATES, "unrewarded") and sampled:
+        if name in SAMPLED and sampled:
             share = f"{row['tokens'] / sampled:.1%}"
         rows.append([name, *cells, f"{row['seconds']:,.1f}", share])
     return rows

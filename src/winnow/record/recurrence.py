@@ -20,7 +20,7 @@ _BY_GAP = f"""
       SELECT v.epoch, LAG(v.epoch) OVER prompt AS previous_epoch,
              o.zero_variance AS kind, LAG(o.zero_variance) OVER prompt AS previous_kind
       FROM visits v JOIN outcomes o ON o.visit = v.visit AND o.void = 0
-      WHERE v.void = 0 AND o.fate <> 'cut' AND o.zero_variance IN ('none', 'easy', 'hard')
+      WHERE v.void = 0 AND o.fate <> 'cut' AND o.zero_variance IN ('none', 'easy', 'hard', 'unknown')
       WINDOW prompt AS (PARTITION BY v.ordinal ORDER BY v.visit))
     WHERE previous_kind <> 'none' GROUP BY 1 ORDER BY 1"""
 

@@ -10,14 +10,15 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from ..base.state import Count, State
-from ..methods.agents import unrewarded_tokens
+from ..methods.agents import rewarded_agents, unrewarded_tokens
 from ..methods.group_kind import GroupJudge
 from ..types import LIMITS, Fate, Group, GroupKind, sum_known
 from .failures import Failures
 
 ZERO = "frac_reward_zero_std"
-UNREWARDED = "unrewarded"
-"""Tokens of trained rollouts sampled as agents without a reward: `tokens/unrewarded`, not `tokens/trained`."""
+UNREWARDED, ABANDONED = "unrewarded", "abandoned"
+"""Tokens of trained rollouts sampled as agents without a reward (`tokens/unrewarded`, not `tokens/trained`), and those
+of answers that an agent had given up, which are under no fate."""
 
 
 class Tally:
@@ -109,14 +110,15 @@ class Tally:
 
     def fated(self, group: Group) -> None:
         """Count the tokens of a group by fate."""
+        names = rewarded_agents(group)
         for rollout in group.rollouts:
             assert rollout.fate is not None
-            unrewarded = unrewarded_tokens(rollout) if rollout.fate == Fate.TRAINED else 0
+            unrewarded = unrewarded_tokens(rollout, names) if rollout.fate == Fate.TRAINED else 0
             self.tokens[rollout.fate] += int(np.count_nonzero(rollout.action_mask)) - unrewarded
             if unrewarded:
                 self.tokens[UNREWARDED] += unrewarded
             if abandoned := rollout.abandoned_tokens:
-                self.tokens["abandoned"] += abandoned
+                self.tokens[ABANDONED] += abandoned
 
     @property
     def judged(self) -> int:
@@ -189,7 +191,7 @@ class Tally:
         }
 
     def _of_kinds(self) -> dict[str, float]:
-        """Return shares of the judged groups; empty without any. `frac_zero_unknown`: cut by a gate."""
+        """Return shares of the judged groups; empty without any. `frac_zero_unknown`: it is not known which."""
         share = self.zero_share()
         if share is None:
             return {}

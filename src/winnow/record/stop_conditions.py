@@ -81,13 +81,13 @@ class StopConditions:
 
     def __init__(self, judge: GroupJudge, limits: Limits, filter_: Filter, refill_round: int) -> None:
         self._judge, self._limits, self._filter, self._refill_round = judge, limits, filter_, refill_round
-        self.begin_step()
+        self.forget_rejected()
         self.skipped_steps = 0
         """Consecutive steps without a signal."""
         self.solved_steps = 0
         """The latest consecutive ones in which every group was solved."""
 
-    def begin_step(self) -> None:
+    def forget_rejected(self) -> None:
         """Forget what a refill has rejected, as after a group that was accepted."""
         self._rejected: list[str] = []
         """Prompts and reasons of consecutive groups that a refill rejected."""

@@ -311,7 +311,8 @@ class RolloutRunner:
                 return
         turn.taken = True
         if result.done:
-            self._end_episode(flight, sibling, "turn_length" if turn.stop_reason == "length" else "env")
+            at_limit = turn.stop_reason == "length" and turn.stop - turn.start == self._turn_length
+            self._end_episode(flight, sibling, "turn_length" if at_limit else "env")
             return
         if len(sibling.rollout.turns) >= self.task.max_turns:
             self._use_up(flight, sibling, "turns", rewarded=result.reward is not None)
@@ -365,7 +366,7 @@ class RolloutRunner:
             sibling.rollout.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
 
     def abandon(self) -> list[Group]:
-        """Stop for good; return the groups in flight, in launch order, with their tokens but no rewards."""
+        """Stop for good; return the groups in flight, in launch order, with their tokens and what rewards they have."""
         for flight in self._flights.values():
             running = [s for s in flight.siblings if s.running]
             self._cancel([(flight, s) for s in running])
@@ -385,10 +386,9 @@ class RolloutRunner:
                 self._cancel([(flight, s) for s in flight.siblings if s.rollout.greedy and s.running])
                 flight.cut(cut.verdict.reason)
                 break
-            for sibling in flight.gated:
-                if sibling.running:
-                    sibling.leave_barrier()
-                    self._submit(flight, [sibling])
+            for sibling in [s for s in flight.gated if s.running]:
+                sibling.leave_barrier()
+                self._submit(flight, [sibling])
         if flight.group is None and not any(s.running for s in flight.siblings):
             if self.task.max_turns > 1:  # else the engine has kept nothing for another turn
                 self.engine.cancel((*flight.key, s.rollout.sibling) for s in flight.siblings)

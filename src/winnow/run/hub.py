@@ -22,7 +22,7 @@ from ..base.sanitize import redact
 from ..config import RunConfig
 from ..config.options import name_of
 from ..engine.saving import recast, types_from, types_of
-from ..types import Fate
+from ..record.proof import SAMPLED
 from . import checkpoint
 from .resolved import all_methods
 
@@ -184,7 +184,7 @@ def _methods(c: RunConfig) -> list[str]:
 
 def _fates(totals: Mapping[str, Mapping[str, float]]) -> str:
     rows = [
-        (fate, totals[fate]) for fate in (*Fate, "void", "evaluation", "probe") if any(totals.get(fate, {}).values())
+        (name, totals[name]) for name in (*SAMPLED, "void", "evaluation", "probe") if any(totals.get(name, {}).values())
     ]
     lines = [f"| {fate} | {row['rollouts']:,.0f} | {row['tokens']:,.0f} |" for fate, row in rows]
     return "| fate | rollouts | sampled tokens |\n|---|---|---|\n" + "\n".join(lines)

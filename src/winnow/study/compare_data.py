@@ -14,7 +14,7 @@ from ..base.errors import ConfigError
 from ..config import RunConfig
 from ..config.options import MethodSpec
 from ..record.ledger import Ledger
-from ..record.proof import FATES
+from ..record.proof import FATES, sampled_tokens
 from ..record.records import LEDGER, METRICS, read_config
 from .report_data import Row, merge_steps, read_lines
 
@@ -94,7 +94,7 @@ def read_run_data(path: Path) -> RunData:
         solved=solved,
         curve=tuple(curve),
         pass_at={int(m[1]): last[name] for name, m in found.items() if m},
-        tokens=sum(totals[fate]["tokens"] for fate in FATES),
+        tokens=sampled_tokens(totals),
         rollouts=sum(totals[fate]["rollouts"] for fate in FATES),
         zero_variance=_zero_variance(rows),
         evaluation_tokens=totals["evaluation"]["tokens"],

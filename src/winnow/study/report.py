@@ -20,7 +20,7 @@ from ..base.files import check_output, write_text
 from ..config import RunConfig
 from ..record.collapse import ess_of
 from ..record.costs import costs_of, seconds_table, tokens_table
-from ..record.proof import FATES, HEAD, totals_rows
+from ..record.proof import HEAD, SAMPLED, totals_rows
 from .report_data import Run, columns, read_run
 
 DEFAULTS = RunConfig.model_fields
@@ -71,7 +71,7 @@ def page_of(data: Mapping[str, Any]) -> str:
 def _said(runs: Sequence[Run], points: int, share: float) -> dict[str, Any]:
     return {
         "title": "Winnow: " + ", ".join(run.name for run in runs),
-        "fates": [*FATES, "void"],
+        "fates": [*SAMPLED, "void"],
         "cards": [_cards(run) for run in runs],
         "differences": _differences(runs),
         "runs": [_run_data(run, points, share) for run in runs],
@@ -172,7 +172,7 @@ def _cards(run: Run) -> list[Card]:
     if rewards:
         ends = [_mean(rewards[: _tenth(rewards)]), _mean(rewards[-_tenth(rewards) :])]
         cards.append(_card("Training reward", _first_to_last(ends), "mean of the first and last tenth"))
-    sampled = sum(run.tokens.get(fate, 0) for fate in FATES)
+    sampled = sum(run.tokens.get(name, 0) for name in SAMPLED)
     if sampled:
         trained = f"{run.tokens.get('trained', 0) / sampled:.0%} of them in groups that were trained on"
         idle = _series(run.rows, "frac_reward_zero_std")

@@ -18,7 +18,9 @@ T = TypeVar("T")
 Tokens = tuple[int, ...]
 
 PREFILL_TOKENS = 16_384
-"""Prompt tokens of one prefill, padding included."""
+"""New tokens of one pass over prompts, padding included."""
+MASK_ELEMENTS = 1 << 24
+"""Pairs of a new token and a column of one pass behind kept beginnings, whose mask has an element for each."""
 
 
 class Backend(Protocol):
@@ -136,14 +138,20 @@ def common(a: Tokens, b: Tokens) -> int:
     return most if a[:most] == b[:most] else next(i for i in range(most) if a[i] != b[i])
 
 
-def passes(items: Sequence[T], tokens: Callable[[T], Tokens], mixed_lengths: bool) -> list[list[T]]:
-    """Return groups of what goes through the model in one pass, where `tokens` gives the new tokens of each."""
+def passes(items: Sequence[T], lengths: Callable[[T], tuple[int, int]], mixed_lengths: bool) -> list[list[T]]:
+    """Return groups of what goes through the model in one pass.
+
+    `lengths`: the new tokens of each, and those kept before them. Neither differs much within a group.
+    """
     groups: list[list[T]] = []
-    for item in sorted(items, key=lambda i: len(tokens(i))):
-        group, length = groups[-1] if groups else [], len(tokens(item))
-        shortest = len(tokens(group[0])) if group else 0
-        alike = length == shortest or (mixed_lengths and length <= 2 * shortest + 16)
-        if group and alike and length * (len(group) + 1) <= PREFILL_TOKENS:
+    for item in sorted(items, key=lengths):
+        group, (new, before) = groups[-1] if groups else [], lengths(item)
+        (shortest, _), befores = lengths(group[0]) if group else (0, 0), [before, *(lengths(i)[1] for i in group)]
+        alike = new == shortest or (mixed_lengths and new <= 2 * shortest + 16)
+        alike = alike and max(befores) <= 2 * min(befores) + 16
+        computed, columns = new * (len(group) + 1), max(befores) + new
+        fits = computed <= PREFILL_TOKENS and (columns == new or computed * columns <= MASK_ELEMENTS)
+        if group and alike and fits:
             group.append(item)
         else:
             groups.append([item])
@@ -166,18 +174,15 @@ def continued(
 def _stacked(past: list[list[torch.Tensor]], more: int) -> list[torch.Tensor]:
     """Stack sequences: one [B, heads, P + more, D] a layer, `past` on the left, zeros behind.
 
-    `past[b][l]` is [heads, P_b, D]; P is the longest P_b. Several may be the same.
+    `past[b][l]` is [heads, P_b, D]; P is the longest P_b.
     """
     width = max(layers[0].shape[1] for layers in past) + more
-    rows_of: dict[int, list[int]] = {}
-    for row, layers in enumerate(past):
-        rows_of.setdefault(id(layers), []).append(row)
     result = []
-    for number, (heads, _, size) in enumerate(tensor.shape for tensor in past[0]):
-        buffer = past[0][number].new_zeros(len(past), heads, width, size)
-        for rows in rows_of.values():
-            tensor = past[rows[0]][number]
-            buffer[rows, :, : tensor.shape[1]] = tensor
+    for tensors in zip(*past, strict=True):
+        heads, _, size = tensors[0].shape
+        buffer = tensors[0].new_zeros(len(tensors), heads, width, size)
+        for row, tensor in zip(buffer, tensors, strict=True):
+            row[:, : tensor.shape[1]] = tensor
         result.append(buffer)
     return result
 

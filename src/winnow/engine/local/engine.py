@@ -298,14 +298,16 @@ class LocalEngine(SequenceEngine):
         new = {key: key.ids + key.draft if reads else key.ids for key in missing}
         apart = [key.ids for key in missing if key.ids not in kept and not self.options.fixed_slots]
         begun, computed = self._beginnings.read(apart)
+        if computed:
+            self.seconds.lap("prefill")
         kept = kept | begun
         tails = {key: new[key][len(kept[key.ids].tokens) :] for key in missing if key.ids in kept}
         runs = []
-        for group in self._together([key for key in missing if key not in tails], lambda key: new[key]):
+        for group in self._together([key for key in missing if key not in tails], lambda key: (len(new[key]), 0)):
             drafts = [len(new[key]) - len(key.ids) for key in group]
             runs.append((group, self._backend.prefill([new[key] for key in group], drafts)))
             self.seconds.lap("drafts" if any(drafts) else "prefill")
-        for group in self._together(list(tails), lambda key: tails[key]):
+        for group in self._together(list(tails), lambda key: (len(tails[key]), len(kept[key.ids].tokens))):
             drafts = [len(new[key]) - len(key.ids) for key in group]
             past = [kept[key.ids] for key in group]
             runs.append((group, self._backend.extend([tails[key] for key in group], past, drafts)))
@@ -331,10 +333,10 @@ class LocalEngine(SequenceEngine):
             parts.append(self.sequences.draw(logits, row_N[some], count_N[some]))
         return Drawn.joined(parts).at(np.argsort(order_N))
 
-    def _together(self, keys: list[_Key], tokens: Callable[[_Key], Tokens]) -> list[list[_Key]]:
+    def _together(self, keys: list[_Key], lengths: Callable[[_Key], tuple[int, int]]) -> list[list[_Key]]:
         """Return what goes through the model in one pass each; with fixed slots every prompt does by itself."""
         return (
-            [[key] for key in keys] if self.options.fixed_slots else passes(keys, tokens, self._backend.mixed_lengths)
+            [[key] for key in keys] if self.options.fixed_slots else passes(keys, lengths, self._backend.mixed_lengths)
         )
 
     def _insert(self, prefilled: Prefilled, index: list[int], requests: list[Request]) -> Output:
@@ -382,9 +384,8 @@ class LocalEngine(SequenceEngine):
                 self._kept.put(request.id, copies[cached])
 
     def _remove(self, rows: list[int]) -> None:
-        if not rows:
-            return
-        self._rows.remove(*self.sequences.remove(rows), self.sequences.table.n)
+        if rows:
+            self._rows.remove(*self.sequences.remove(rows), self.sequences.table.n)
         if not self.pending:  # an idle engine remembers nothing that could change what comes next
             self._waste = 0
             self._beginnings.clear()

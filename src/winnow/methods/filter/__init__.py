@@ -8,6 +8,6 @@ from .keep_all import KeepAll
 from .zero_variance import ZeroVariance
 
 FILTERS: dict[str, type] = {"keep_all": KeepAll, "zero_variance": ZeroVariance}
-"""Name -> frozen dataclass of options that is a `Filter`, or has `build(context) -> Filter`."""
+"""Name -> frozen dataclass of options that is a `Filter`, or has `build(seed) -> Filter`."""
 
 __all__ = ["FILTERS", "AllOf", "Filter", "KeepAll", "ZeroVariance", "checked_verdict"]
