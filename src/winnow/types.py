@@ -387,6 +387,8 @@ class GroupView:
     """Per sibling, whether it failed or was pruned, so it is no evidence about the policy."""
     progress: tuple[float | None, ...] = ()
     """Per sibling, the last progress its environment reported, or None."""
+    text: str = ""
+    """At a token, what `sibling` has sampled of this turn, if a rule needs it."""
     decisions: tuple[Decision, ...] = ()
     """Earlier decisions about the group or, at a token, about `sibling`."""
     turn: int = 0

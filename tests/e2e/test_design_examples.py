@@ -56,7 +56,7 @@ def trained_twice(config: dict[str, Any], tmp_path: Path) -> Path:
 
 def test_the_page_says_how_many_lines_each_takes() -> None:
     lines = {name: str(sum(bool(line.strip()) for line in code.splitlines())) for name, code in EXAMPLES.items()}
-    assert len(lines) == 7
+    assert len(lines) == 8
     assert lines == ROWS
 
 
@@ -69,6 +69,13 @@ def test_a_filter(config: dict[str, Any], tmp_path: Path) -> None:
     found = rows(run, "SELECT fate, reason FROM outcomes")
     assert {fate for fate, _ in found} == {"trained", "filtered"}
     assert {reason for fate, reason in found if fate == "filtered"} <= {"best reward 0", "best reward 1"}
+
+
+def test_a_gate_on_what_is_written(config: dict[str, Any], tmp_path: Path) -> None:
+    run = trained_twice(config | {"gates": [{"name": "without.py:Without", "text": "3", "n": 3}]}, tmp_path)
+    found = dict(rows(run, "SELECT fate, COUNT(*) FROM rollouts GROUP BY 1"))
+    assert found["pruned"] > 0 < found["trained"]
+    assert rows(run, "SELECT DISTINCT reason FROM rollouts WHERE fate = 'pruned'") == [("no 3 in 3 tokens",)]
 
 
 def test_a_filter_from_a_module(config: dict[str, Any], tmp_path: Path) -> None:

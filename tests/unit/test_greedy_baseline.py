@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.engine import LocalEngine, SamplingParams
+from winnow.env.prompting import decode
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.group_kind import BY_REWARDS
 from winnow.record.ledger import Ledger
@@ -82,6 +83,22 @@ def test_token_gates_are_not_asked_about_it(policy) -> None:
     assert all(len(v.running) == len(v.actions) == len(v.observations) == SIZE for v in gate.views)
     assert all(group.rollouts[-1].reward is not None for group in groups)
     assert any(r.fate == Fate.PRUNED for group in groups for r in group.siblings)
+
+
+class Reads(PruneEverything):
+    needs = frozenset({"text"})
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_rule_that_needs_it_reads_what_was_sampled(policy, reads: bool) -> None:
+    gate = Reads() if reads else PruneEverything()
+    groups = run(policy, ToyTask(), greedy=False, gates=[gate])
+    rollouts = {(g.prompt.ordinal, r.sibling): r for g in groups for r in g.rollouts}
+    assert gate.views
+    for view in gate.views:
+        rollout = rollouts[view.visit.prompt.ordinal, view.sibling or 0]
+        assert len(rollout.token_ids) == 2, "cancelled at the event"
+        assert view.text == (decode(policy[1], [rollout.token_ids])[0] if reads else "")
 
 
 def slow_baseline(made: int) -> EchoEnv:

@@ -112,6 +112,8 @@ class Reached:
     """float32 [H]: input of the lm_head for the n-th token; None from an engine without `hidden`."""
     raw_logp: np.ndarray | None = None
     """float32 [n] if requested: `logp` under the model itself, before temperature, top-k and top-p."""
+    token_ids: np.ndarray | None = None
+    """int64 [n]; None from an engine without `text`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ CAPABILITIES = {
     "logp": "log-probabilities of sampled tokens",
     "raw_logp": "the same before temperature, top-k and top-p",
     "report_at": "`Reached` events",
+    "text": "sampled tokens in `Reached`",
     "exact_cancel": "a sequence cancelled at its event samples no further token",
     "hidden": "last hidden states in `Reached`",
     "last_hidden": "last hidden states in `Finished`",

@@ -159,7 +159,7 @@ class SlotTable:
 
     def reached(self, row: int, hidden: np.ndarray) -> Reached:
         logp, raw_logp = self._reported(row)
-        return Reached(self.requests[row].id, len(logp), logp, hidden, raw_logp)
+        return Reached(self.requests[row].id, len(logp), logp, hidden, raw_logp, self.sampled(row)[0].copy())
 
     def finished(self, row: int, reason: str, versions: np.ndarray, hidden: np.ndarray | None = None) -> Finished:
         id_, tokens, seconds = self.requests[row].id, self.sampled(row)[0].copy(), self.clock - self._clock_in[row]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Any
 
 from ..base.errors import ConfigError
 from ..engine.base import Engine, Reached
 from ..env.base import Task
+from ..env.prompting import decode
 from ..methods.gate import NamedRule, env_steps
 from ..types import Decision, EnvStep, GroupView, Token
 from .answers import STUCK_S
@@ -21,7 +23,7 @@ class ActiveRules:
     Raises ConfigError when the engine does not provide what a rule needs, or no rollout reaches its gate point.
     """
 
-    def __init__(self, rules: Sequence[NamedRule], engine: Engine, task: Task) -> None:
+    def __init__(self, rules: Sequence[NamedRule], engine: Engine, task: Task, tokenizer: Any) -> None:
         for named in rules:
             if missing := _needs(named) - engine.provides:
                 raise ConfigError(
@@ -37,6 +39,7 @@ class ActiveRules:
         self._rules = {named.name: named for named in rules}
         self.needs: frozenset[str] = frozenset().union(*map(_needs, rules))
         """Capabilities of the engine that the rules need."""
+        self._tokenizer = tokenizer
 
     def assign(self, flight: Flight) -> None:
         """Fix the gate points of a group; later rules do not change them."""
@@ -90,14 +93,15 @@ class ActiveRules:
                     pruned.append((flight, sibling, decision.verdict.reason))
         return pruned
 
-    @staticmethod
     def _views(
-        reached: Sequence[tuple[Flight, Sibling, Reached]],
+        self, reached: Sequence[tuple[Flight, Sibling, Reached]]
     ) -> list[tuple[Flight, Sibling, GroupView, list[str]]]:
         """Return views of rollouts at a token, each with the gates that have not yet decided about it."""
         views: list[tuple[Flight, Sibling, GroupView, list[str]]] = []
         groups: dict[tuple[str, int, int], GroupView] = {}
-        for flight, sibling, event in reached:
+        tokens = [event.token_ids for *_, event in reached] if "text" in self.needs else []
+        texts = decode(self._tokenizer, [ids for ids in tokens if ids is not None]) or [""] * len(reached)
+        for (flight, sibling, event), text in zip(reached, texts, strict=True):
             at = (*flight.key, event.n)
             if at not in groups:
                 groups[at] = flight.view(Token(event.n))
@@ -115,6 +119,7 @@ class ActiveRules:
                 raw_logp=event.raw_logp,
                 absent=group.absent,
                 progress=group.progress,
+                text=text,
                 decisions=tuple(sibling.rollout.decisions),
                 turn=len(sibling.rollout.turns),
             )

@@ -56,7 +56,7 @@ class RolloutRunner:
         check_drafts(self.options.values(), engine.provides)
         self._flights: dict[tuple[str, int], Flight] = {}
         self._answers = Answers()
-        self._rules = ActiveRules(rules, engine, task)
+        self._rules = ActiveRules(rules, engine, task, tokenizer)
         self.seconds = Seconds("rewards", "environments")
 
     def spent(self) -> dict[str, float]:
@@ -69,7 +69,7 @@ class RolloutRunner:
 
         Raises ConfigError when the engine does not provide what a rule needs, or no rollout reaches its gate point.
         """
-        self._rules = ActiveRules(rules, self.engine, self.task)
+        self._rules = ActiveRules(rules, self.engine, self.task, self.tokenizer)
 
     @property
     def pending(self) -> int:
