@@ -4,9 +4,8 @@
                                                                         |          |
                                                                      filtered   stale, surplus
 
-Every launched group returns once, and each of its rollouts leaves with one fate, that of a gate or a failure if it has
-one by then; the ledger books both. A collector knows policy versions
-and steps as numbers, but no learner, weights or evaluation.
+Every launched group returns once, and each of its rollouts leaves with one fate; the ledger books both. A collector
+knows policy versions and steps as numbers, but no learner, weights or evaluation.
 """
 
 from __future__ import annotations
