@@ -120,7 +120,7 @@ def with_arrays(state: Any, name: str, value: Any) -> None:
 
 def with_segments(state: Any, later: Any, *prompts: list[Any]) -> None:
     """Of the first rollout that waits, segments after the first: [start, agent] of each, and their prompts."""
-    of_first(state, later=later)
+    of_first(state, later_segments=later)
     group = state["loop"]["waiting"][0]
     arrays = unpack_all(group["arrays"])
     group["arrays"] = pack_all([*arrays[: len(ARRAYS)], *map(np.array, prompts), *arrays[len(ARRAYS) :]])
@@ -161,7 +161,7 @@ def test_segments_of_a_group_that_waits_are_trained(saved: Path, tmp_path: Path)
         (lambda s: with_segments(s, [[1, ""]], [3] * 64), r"\d\d tokens, more than the model's 64 positions"),
         (lambda s: with_segments(s, [[1]], [3]), r"waiting: not enough values"),
         (lambda s: with_segments(s, 5), r"waiting: TypeError: "),
-        (lambda s: of_first(s, later=[[1, ""]]), r"waiting: "),
+        (lambda s: of_first(s, later_segments=[[1, ""]]), r"waiting: "),
         (lambda s: of_first(s, reward="1.0"), r"loop\.waiting\.0\.rollouts\.0\.reward: .*valid number \(got '1\.0'"),
         (lambda s: of_first(s, prompt_ids=[3, 64]), "the token 64, which is outside the vocabulary of 64"),
         (lambda s: of_first(s, prompt_ids=[3] * 99), "10[0-9] tokens, more than the model's 64 positions"),

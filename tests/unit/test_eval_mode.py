@@ -107,7 +107,7 @@ def test_checkpointing_under_bfloat16() -> None:
 
 
 def test_checkpointing_of_a_class_without_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="gradient_checkpointing: Linear has no layers"):
+    with pytest.raises(ValueError, match="gradient_checkpointing: Linear marks no decoder layers"):
         checkpoint_layers(torch.nn.Linear(1, 1))
 
 
