@@ -31,7 +31,7 @@ from .record.failures import FailureWatch, cause_of
 from .record.step_metrics import Tally, TokenState, TokenTotals
 from .record.stop_conditions import Limits, RunStoppedError, StopConditions, nothing_left
 from .reuse import Reuse, UsedState
-from .rollout.in_flight import reward_truncated
+from .rollout.in_flight import zero_unrewarded_truncated
 from .sampler.base import GroupSource
 from .sampler.buffer import Buffer, oldest_version
 from .sampler.codec import Prompts, group_state, saved_groups, visit_from, visit_state
@@ -58,7 +58,7 @@ class CollectorState(TokenState):
     solved_steps: Count
     undecided: str
     waiting: list[dict[str, Any]]
-    spent: Count
+    unreplaced: Count
     in_flight: list[Annotated[tuple[list[Any], PositiveInt], Loose]]
     polled: list[Count] = Field(default_factory=list)  # absent before continuous rollouts
     probes: list[dict[str, Any]]
@@ -273,7 +273,7 @@ class Collector:
         if probe is None:
             return group
         rollouts = [*probe.rollouts, *group.rollouts]
-        reward_truncated(rollouts)
+        zero_unrewarded_truncated(rollouts)
         return replace(group, rollouts=rollouts)
 
     def _continue(self, group: Group) -> bool:
@@ -314,7 +314,7 @@ class Collector:
         if self.filter.refill:
             self._stop_conditions.rejected(group, reason, refusal)
         else:
-            self.buffer.spend()
+            self.buffer.count_unreplaced()
 
     def _book_stale(self, step: int, groups: list[Group]) -> None:
         for group in groups:
@@ -340,7 +340,7 @@ class Collector:
             "solved_steps": self._stop_conditions.solved_steps,
             "undecided": self.judge.success.undecided,
             "waiting": [group_state(group) for group in self.buffer.groups],
-            "spent": self.buffer.spent,
+            "unreplaced": self.buffer.unreplaced,
             "polled": self.pace.polled,
             "probes": [group_state(probe) for probe in self._probes.values()],
             "in_flight": [[visit_state(flight.visit), flight.size] for flight in self.buffer.in_flight],
@@ -370,7 +370,7 @@ class Collector:
                 groups = saved_groups([used.group for used in saved.reuse], self.prompts)
                 self.reuse.load(groups, [used.uses for used in saved.reuse])
         self.drafts.load(saved.drafts)
-        self.buffer.spent, self.pace.polled = saved.spent, saved.polled
+        self.buffer.unreplaced, self.pace.polled = saved.unreplaced, saved.polled
         with at("selector"):
             load_with_audit(self.selector, self.audits.skips, saved.selector)
         with at("group_size"):

@@ -1,7 +1,7 @@
 """The training loop: collect, update, publish, evaluate, record. `max_lag = 0` is its synchronous mode.
 
 prompts -> select -> generate (gates) -> reward -> filter -> advantage -> correct -> update -> publish
-'------------------- collect.py ---------------------------' '---- learner/step.py --------'
+'--------------- collect.py (rollout/, env/rewards/) -------' '---- learner/step.py --------'
 
 With `overlap` the batch after this one is collected while the update runs, with the weights before it.
 """

@@ -177,7 +177,7 @@ def test_segments_of_a_group_that_waits_are_trained(saved: Path, tmp_path: Path)
             lambda s: s["loop"]["in_flight"].append([[9, 0, 3, {"keep": True}], 2**62]),
             r"loop\.in_flight: .*at most 4 rollouts \(got 46",
         ),
-        (lambda s: s["loop"].update(spent=-1), r"loop\.spent: Input should be greater"),
+        (lambda s: s["loop"].update(unreplaced=-1), r"loop\.unreplaced: Input should be greater"),
         (lambda s: s["loop"].update(step=2), "of step 2, in step-000003"),
         (
             lambda s: s["loop"]["selector"].update(p=[0.5, -0.1]),

@@ -198,7 +198,7 @@ def _run() -> Path:
         "solved_steps": 0,
         "undecided": "",
         "skipped_steps": 0,
-        "spent": 0,
+        "unreplaced": 0,
         "in_flight": [[[1, 0, 3, {}], 4]],
     }
     loop |= {"waiting": [], "probes": [], "selector": {}, "group_size": {}, "filter": {}, "step_scale": {}, "gates": {}}

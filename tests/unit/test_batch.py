@@ -142,7 +142,7 @@ class TestBuffer:
         buffer = Buffer(4, 0)
         assert buffer.missing == 4
         buffer.add(make_group(0, [1.0, 0.0]))
-        buffer.spend()
+        buffer.count_unreplaced()
         assert buffer.missing == 2
 
     @pytest.mark.parametrize("carry", [True, False])
@@ -162,14 +162,14 @@ class TestBuffer:
         buffer = Buffer(3, 1, carry=carry)
         buffer.add(make_group(0, [1.0, 0.0]))
         for _ in range(4):
-            buffer.spend()
+            buffer.count_unreplaced()
         assert buffer.missing == 0
         batch, _, _ = buffer.take(0)
         assert [g.visit.number for g in batch] == [0]
-        assert buffer.spent == (2 if carry else 0)
+        assert buffer.unreplaced == (2 if carry else 0)
         batch, _, _ = buffer.take(1)
         assert batch == []
-        assert buffer.spent == 0
+        assert buffer.unreplaced == 0
 
     def test_never_hands_out_what_is_over_the_bound(self) -> None:
         buffer = Buffer(2, 1)

@@ -63,7 +63,7 @@ class World:
             elif self.refill:
                 self.dropped += 1
             else:
-                self.buffer.spend()
+                self.buffer.count_unreplaced()
                 self.dropped += 1
 
     def train(self) -> None:
@@ -90,7 +90,7 @@ def test_no_group_over_the_bound_is_ever_trained_and_none_is_lost(max_lag: int, 
         assert max(world.lags) <= max_lag
         assert world.trained + world.dropped + len(world.buffer.groups) + len(world.flying) == world.visits
         if not refill:  # a step is prompts_per_step groups, trained or not
-            places = world.trained + world.dropped - world.buffer.spent
+            places = world.trained + world.dropped - world.buffer.unreplaced
             assert places == world.step * world.buffer.prompts_per_step
         reached |= set(world.lags)
     assert reached == set(range(max_lag + 1)), "the bound is used in full"
@@ -135,7 +135,7 @@ def test_room_counts_what_waits_what_flies_and_what_was_spent() -> None:
     assert buffer.room(5, 2) == 0
     buffer.launched(Visit(0, 0, PROMPT), 1, 5)
     buffer.add(finished(Visit(1, 0, PROMPT), [5]))
-    buffer.spend()
+    buffer.count_unreplaced()
     assert buffer.room(5, 5) == 9
 
 

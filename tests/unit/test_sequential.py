@@ -18,7 +18,7 @@ from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.size.sequential import Sequential, SequentialSize
-from winnow.rollout.in_flight import reward_truncated
+from winnow.rollout.in_flight import zero_unrewarded_truncated
 from winnow.run.build_methods import build_collector, step_options
 from winnow.run.resolved import Options
 from winnow.types import Group, GroupKind, Job, Prompt, Visit
@@ -58,7 +58,7 @@ def test_truncated_siblings_have_the_rewards_of_their_environment() -> None:
         rollout.fate, rollout.stop_reason = None, "length"
         rollout.rewards = {"judge": rollout.reward}
     rollouts[3].rewards = {"env": 1.0}
-    reward_truncated(rollouts)
+    zero_unrewarded_truncated(rollouts)
     assert [(r.reward, r.rewards) for r in rollouts] == [(0.0, {"env": 0.0})] * 3 + [(1.0, {"env": 1.0})]
 
 

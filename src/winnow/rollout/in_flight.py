@@ -263,7 +263,7 @@ def _joined(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 
 
-def reward_truncated(rollouts: Sequence[Rollout]) -> None:
+def zero_unrewarded_truncated(rollouts: Sequence[Rollout]) -> None:
     """Where the environment rewards some, give 0 to those that were truncated before it could, as without functions.
 
     Two kinds of rewards in a group would teach to be truncated, or not to be.
@@ -359,10 +359,10 @@ class Flight:
             if rollout.fate is None:
                 rollout.fate, rollout.reason = Fate.CUT, reason
 
-    def closed(self) -> Group:
-        """Return the group of the rollouts that have ended."""
+    def close(self) -> Group:
+        """Return the group of the rollouts that have ended, after `zero_unrewarded_truncated`."""
         rollouts = [s.rollout for s in self.siblings]
-        reward_truncated(rollouts)
+        zero_unrewarded_truncated(rollouts)
         return Group(self.visit, rollouts, self.decisions, self.job.purpose)
 
     def view(self, at: GatePoint) -> GroupView:

@@ -372,7 +372,7 @@ class RolloutRunner:
             self._cancel([(flight, s) for s in running])
             for sibling in running:
                 sibling.finish("cancelled")
-        groups = [f.group or f.closed() for f in self._flights.values()]
+        groups = [f.group or f.close() for f in self._flights.values()]
         self._flights, self._answers = {}, Answers()
         return groups
 
@@ -392,7 +392,7 @@ class RolloutRunner:
         if flight.group is None and not any(s.running for s in flight.siblings):
             if self.task.max_turns > 1:  # else the engine has kept nothing for another turn
                 self.engine.cancel((*flight.key, s.rollout.sibling) for s in flight.siblings)
-            flight.group, flight.ended = flight.closed(), self.engine.clock
+            flight.group, flight.ended = flight.close(), self.engine.clock
             unscored = any(r.fate is None and r.reward is None for r in flight.group.rollouts)
             if unscored and flight.job.purpose != "probe":
                 self.rewarder.start(flight.group, [s.environment for s in flight.siblings])

@@ -18,7 +18,7 @@ import numpy as np
 from ..types import Group, Visit
 
 
-class InFlight(NamedTuple):
+class Launched(NamedTuple):
     visit: Visit
     size: int
     version: int
@@ -35,32 +35,32 @@ class Buffer:
         self.max_lag = max_lag
         self.carry = carry
         self.groups: list[Group] = []
-        self.spent = 0
+        self.unreplaced = 0
         """Rejected groups that are not replaced and still have to take a place in a batch."""
         self._oldest: dict[int, int | None] = {}
         """Version of the oldest token of each group in `groups`, by visit."""
         self._ages: Counter[int | None] = Counter()
         """Count of `groups` by that version, as `ready` runs at every poll and must not scan them."""
-        self._in_flight: dict[int, InFlight] = {}
+        self._in_flight: dict[int, Launched] = {}
         self._flying: Counter[int] = Counter()
         """Count of groups in flight by version."""
 
     @property
     def missing(self) -> int:
         """Groups the next batch still needs."""
-        return max(0, self.wanted - self.spent - len(self.groups))
+        return max(0, self.wanted - self.unreplaced - len(self.groups))
 
     @property
-    def in_flight(self) -> list[InFlight]:
+    def in_flight(self) -> list[Launched]:
         return list(self._in_flight.values())
 
     @property
     def outstanding(self) -> int:
         """Started groups that may still be trained, plus places that rejected ones still take."""
-        return len(self.groups) + len(self._in_flight) + self.spent
+        return len(self.groups) + len(self._in_flight) + self.unreplaced
 
     def launched(self, visit: Visit, size: int, version: int) -> None:
-        self._in_flight[visit.number] = InFlight(visit, size, version)
+        self._in_flight[visit.number] = Launched(visit, size, version)
         self._flying[version] += 1
 
     def continued(self, visit: Visit, size: int) -> None:
@@ -107,9 +107,9 @@ class Buffer:
         self._oldest[group.visit.number] = oldest
         self._ages[oldest] += 1
 
-    def spend(self) -> None:
+    def count_unreplaced(self) -> None:
         """Count a rejected group that is not replaced."""
-        self.spent += 1
+        self.unreplaced += 1
 
     def expire(self, version: int) -> list[Group]:
         """Remove and return the groups over the lag bound for the optimizer step from `version`."""
@@ -123,7 +123,7 @@ class Buffer:
         stale = self.expire(version)
         waiting = self._ordered(version)
         batch, left = waiting[: self.wanted], waiting[self.wanted :]
-        self.spent = max(0, self.spent - (self.wanted - len(batch))) if self.carry else 0
+        self.unreplaced = max(0, self.unreplaced - (self.wanted - len(batch))) if self.carry else 0
         self._keep(left if self.carry else [])
         return sorted(batch, key=lambda g: g.visit.number), stale, [] if self.carry else left
 
@@ -142,7 +142,7 @@ class Buffer:
 
     def clear(self) -> None:
         self._keep([])
-        self.spent = 0
+        self.unreplaced = 0
         self._in_flight.clear()
         self._flying.clear()
 
