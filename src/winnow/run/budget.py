@@ -19,7 +19,6 @@ from ..config import RunConfig
 from ..config.options import LoraConfig
 from ..engine import LocalOptions, VllmOptions
 from ..engine.local.backend import PREFILL_TOKENS
-from ..engine.local.beginnings import MOST
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
 from ..learner.local.learner import FILE_BYTES
 from ..learner.local.logprob import SLICE_ELEMENTS
@@ -318,7 +317,8 @@ class Budget:
         return {
             "keys and values": keys,
             **({"keys and values between turns": keys} if self.several_turns else {}),
-            "prompts": (tokens + MOST * c.max_prompt_length) * shapes.kv_elements * each,
+            # And once more what they begin with alike.
+            "prompts": (tokens + c.max_prompt_length) * shapes.kv_elements * each,
             "prefill": min(tokens, PREFILL_TOKENS) * max(attention, feed_forward),
             "logits": slots * shapes.vocab_size * (each + 8),
         }
