@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from winnow.base.noise import noise_key
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.local import beginnings
+from winnow.engine.local.backend import MASK_ELEMENTS, PREFILL_TOKENS, passes
 from winnow.engine.local.beginnings import shared_beginnings
 
 from ..builders.engines import Counted, make_engine, require_equal
@@ -172,3 +173,17 @@ def test_the_one_that_was_not_used_for_longest_makes_room(monkeypatch: pytest.Mo
     engine.step()
     assert counted.prefilled == before, "it had been used after the other"
     assert engine.pending
+
+
+@given(st.lists(st.tuples(st.integers(1, 6000), st.integers(0, 6000)), max_size=30), st.booleans())
+def test_a_pass_is_bounded_and_of_similar_lengths(items: list[tuple[int, int]], mixed: bool) -> None:
+    groups = passes(items, lambda item: item, mixed)
+    assert sorted(item for group in groups for item in group) == sorted(items)
+    for group in groups:
+        new, before = zip(*group, strict=True)
+        assert max(new) <= (2 * min(new) + 16 if mixed else min(new))
+        assert max(before) <= 2 * min(before) + 16
+        if len(group) > 1:
+            computed = max(new) * len(group)
+            assert computed <= PREFILL_TOKENS
+            assert not any(before) or computed * (max(before) + max(new)) <= MASK_ELEMENTS

@@ -144,17 +144,19 @@ def passes(items: Sequence[T], lengths: Callable[[T], tuple[int, int]], mixed_le
     `lengths`: the new tokens of each, and those kept before them. Neither differs much within a group.
     """
     groups: list[list[T]] = []
+    shortest = least = most = 0  # new tokens of the last group, and those before them
     for item in sorted(items, key=lengths):
-        group, (new, before) = groups[-1] if groups else [], lengths(item)
-        (shortest, _), befores = lengths(group[0]) if group else (0, 0), [before, *(lengths(i)[1] for i in group)]
-        alike = new == shortest or (mixed_lengths and new <= 2 * shortest + 16)
-        alike = alike and max(befores) <= 2 * min(befores) + 16
-        computed, columns = new * (len(group) + 1), max(befores) + new
-        fits = computed <= PREFILL_TOKENS and (columns == new or computed * columns <= MASK_ELEMENTS)
-        if group and alike and fits:
-            group.append(item)
+        new, before = lengths(item)
+        low, high = min(least, before), max(most, before)
+        alike = (new == shortest or (mixed_lengths and new <= 2 * shortest + 16)) and high <= 2 * low + 16
+        computed = new * (len(groups[-1]) + 1) if groups else 0
+        fits = computed <= PREFILL_TOKENS and (not high or computed * (high + new) <= MASK_ELEMENTS)
+        if groups and alike and fits:
+            groups[-1].append(item)
+            least, most = low, high
         else:
             groups.append([item])
+            shortest, least, most = new, before, before
     return groups
 
 
