@@ -133,7 +133,8 @@ def evaluate(spec: Spec, record: Path, cores: set[int]) -> bool:
     kept = read_json(directory / RUN) | read_json(directory / TRAINED)
     kept["curve"] = json.loads((directory / CURVE).read_text(encoding="utf-8"))
     del kept["points"], kept["run"]
-    write_json(record, json.loads(json.dumps(kept).replace(f"{ROOT}/", "")))  # a machine's paths tell nobody anything
+    text = json.dumps(kept).replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
+    write_json(record, json.loads(text))  # a machine's paths tell nobody anything
     shutil.rmtree(directory)
     return True
 
