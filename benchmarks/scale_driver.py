@@ -220,7 +220,7 @@ def measure(kind: Kind, samplers: int, in_flight: int, polled: int, groups: int)
             nonlocal step
             update = {"updated": 1.0}
             batch = collector.collect(step)
-            collector.trained(step, batch.groups, update)
+            collector.trained(step, batch, update)
             sampler.publish({}, [], step + 1)
             collector.end_step(step, batch.groups, update | sampler.metrics())
             step += 1

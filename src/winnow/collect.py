@@ -174,20 +174,20 @@ class Collector:
             self.ledger.evaluation(step, len(audited), tokens, seconds)
         return again
 
-    def trained(self, step: int, groups: list[Group], update: Mapping[str, float]) -> None:
+    def trained(self, step: int, batch: Batch, update: Mapping[str, float]) -> None:
         """Book a batch after its optimizer step; filter and gates learn. `update`: metrics, including `updated`."""
         fate, reason = Fate.TRAINED, ""
         if not update["updated"]:
             fate, reason = Fate.FILTERED, "no row of the batch had a gradient; the optimizer step was skipped"
-        for group in groups:
+        for group in batch.groups:
             filter_without_row(group, mask_truncated=self.limits.mask_truncated)
             self._book(step, group, fate, reason)
         failpoint("trained")
         if self.reuse is not None and update["updated"]:
-            self.reuse.trained(groups)
+            self.reuse.trained(batch.groups)
         self.totals.num_teacher_tokens += int(update.get("teacher/tokens", 0))
-        useless = self._stop_conditions.of_step(step, groups, update, self.tally)
-        self._untrained = self._stop_conditions.untrained(groups, update, self.tally)
+        useless = self._stop_conditions.of_step(step, batch.trained_on, update, self.tally)
+        self._untrained = self._stop_conditions.untrained(batch.trained_on, update, self.tally)
         self.stop = self.stop or useless
         self._method_metrics = self.filter.metrics()
         self.filter.end_step()

@@ -66,6 +66,8 @@ class Loop:
     def __post_init__(self) -> None:
         self._updates = ThreadPoolExecutor(1, "update", torch.set_num_threads, (torch.get_num_threads(),))
         """Runs the updates if they overlap; its thread starts with the first."""
+        self._ended = False
+        """Whether the run ends for what is not the batch's fault, so that no waiting batch is trained."""
 
     def run(self) -> None:
         """Train to `max_steps` or `should_stop`. Raises RunStoppedError, after saving, when no progress is possible."""
@@ -79,6 +81,7 @@ class Loop:
             try:
                 self.one_step()
             except SamplersLostError as error:
+                self.collector.totals.add(self.collector.tally)  # of a step that did not take place
                 self._stop(error)
         if self.collector.stop is not None and not self._has_more():
             self.hooks.save(self.step, True)
@@ -115,13 +118,13 @@ class Loop:
 
     def _has_more(self) -> bool:
         """Return whether a run that stops has collected groups that it still trains."""
-        more = self.overlap and bool(self.collector.buffer.groups)
+        more = self.overlap and not self._ended and bool(self.collector.buffer.groups)
         return more and self.step < self.collector.limits.max_steps
 
     def _complete(self, batch: Batch, update: dict[str, float]) -> None:
         collector, clock = self.collector, self.collector.clock
         with clock.phase("record"):
-            collector.trained(self.step, batch.groups, update)
+            collector.trained(self.step, batch, update)
         self.step += 1
         evaluation = None
         try:
@@ -176,4 +179,5 @@ class Loop:
             self.optimizer_step.scale.load_state_dict(saved.step_scale)
 
     def _stop(self, error: Exception) -> None:
+        self._ended = True
         self.collector.stop = RunStoppedError(f"step {self.step}: {error}")

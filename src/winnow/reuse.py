@@ -114,9 +114,11 @@ class Reuse:
         self.audited = [rollout for group in fresh for rollout in group.rollouts]
         gaps = []
         for (group, log_w_G), again in zip(chosen, fresh, strict=True):
-            if rewards := _rewarded(again):
-                estimate = np.mean(np.exp(log_w_G) * [r.reward for r in _rewarded(group)])
-                gaps.append(float(estimate - np.mean([r.reward for r in rewards])))
+            if self.judge.teaches(again):  # as the old one does: those of equal rewards are not used again
+                old = _rewarded(group)
+                values, weights = [r.reward for r in old], [1 / r.survival_p for r in old]
+                estimate = np.average(np.exp(log_w_G) * values, weights=weights)
+                gaps.append(float(estimate - np.mean(again.known_rewards())))
         if gaps:
             self.metrics |= {"reuse/audit/groups": float(len(gaps)), "reuse/audit/bias": float(np.mean(gaps))}
 

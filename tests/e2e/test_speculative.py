@@ -21,7 +21,7 @@ REWARDS = Path(__file__).resolve().parent.parent / "parity.py"
 @pytest.fixture(autouse=True)
 def _short_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny runs have short rollouts."""
-    monkeypatch.setattr("winnow.rollout.in_flight.WORTH_STEPS", 0.0)
+    monkeypatch.setattr("winnow.rollout.drafts.WORTH_STEPS", 0.0)
 
 
 def metrics(run: Path) -> list[dict[str, float]]:

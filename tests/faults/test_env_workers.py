@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -62,6 +63,20 @@ def test_an_episode_in_another_process(pool: EnvPool, tmp_path: Path) -> None:
     while log.read_text() != "reset\nclose\n" and time.monotonic() < deadline:
         time.sleep(0.01)
     assert log.read_text() == "reset\nclose\n"
+
+
+def test_processes_end_with_the_pool_and_its_environments() -> None:
+    pool = EnvPool(1)
+    env = pool.make(TOY, {"turns": 2})
+    del pool
+    answer(env.start_reset())
+    (process,) = pids(env._pool)
+    del env
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{process}/status").exists() and "zombie" not in Path(f"/proc/{process}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_what_ended_a_turn_is_known_in_another_process(pool: EnvPool) -> None:

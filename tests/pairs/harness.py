@@ -85,15 +85,16 @@ def _filled(value: Any, place: Place) -> Any:
     return {PROFILE: str(place.profile), MODEL: str(place.model)}.get(value, value) if isinstance(value, str) else value
 
 
-def check(place: Place, settings: Settings, kill_after: int) -> Outcome:
+def check(place: Place, settings: Settings, kill_after: int, *, alike: bool = False) -> Outcome:
     """Run a composition. Raises AssertionError, or whatever the run raises, when it is neither refused nor right.
 
     `kill_after`: the checkpoint that the run is resumed from; it is killed in the middle of a rollout of the next step.
+    `alike`: of the world's prompts.
     """
     config = place.config(settings)
     kill_after = max(kill_after, config["save_steps"])
     whole, part = place.folder / "whole", place.folder / "part"
-    world = World(agents=has_agents(settings))
+    world = World(agents=has_agents(settings), alike=alike)
     refused = ""
     try:
         trainer = Trainer(config=config, env=world)
@@ -116,7 +117,7 @@ def check(place: Place, settings: Settings, kill_after: int) -> Outcome:
         for step in range(kill_after + 1, STEPS + 1):
             shutil.rmtree(part / "checkpoints" / f"step-{step:06d}")
     outcome = examine(whole, config)
-    Trainer.resume(part, env=World(agents=has_agents(settings))).train()
+    Trainer.resume(part, env=World(agents=has_agents(settings), alike=alike)).train()
     assert_clean(part)
     assert_same(whole, part)
     return outcome

@@ -15,10 +15,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from winnow import ConfigError, Trainer
+from winnow.engine.local import beginnings
 from winnow.methods.filter import FILTERS
 from winnow.rollout import answers, gate_rules
 from winnow.run.resolved import TABLES
@@ -150,6 +152,35 @@ def test_rollouts_that_share_places_and_run_out(
     assert outcome.fates["trained"]
     assert outcome.updates
     count(totals, outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["everything", "three gates and adapters", "continuous"])
+def test_prompts_that_begin_alike(
+    place: Place, totals: Counter[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What they share goes through the model once, survives kills, and changes no rollout."""
+    served: Counter[int] = Counter()
+    read = beginnings.Beginnings.read
+
+    def counted(self: Any, prompts: Any) -> Any:
+        found = read(self, prompts)
+        served[self._least] += len(found[0])
+        return found
+
+    monkeypatch.setattr(beginnings.Beginnings, "read", counted)
+    found = []
+    for least in (1, 1_000_000):
+        monkeypatch.setitem(beginnings.SAVED_TOKENS, "cpu", least)
+        outcome = check(place, EVERYTHING | CHANGES[name] | {"speculative": True}, kill_after=1, alike=True)
+        count(totals, outcome)
+        with sqlite3.connect(place.folder / "whole" / "ledger.sqlite") as db:
+            rows = db.execute("SELECT visit, sibling, step, fate, tokens, reward FROM rollouts WHERE void = 0")
+            found.append(sorted(rows.fetchall()))
+        place.clear()
+    assert served[1]
+    assert not served[1_000_000]
+    assert found[0] == found[1]
 
 
 def test_what_only_watches_changes_nothing(place: Place) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, Union
 from winnow.config import RunConfig
 from winnow.run.resolved import TABLES
 
+from .reading import Reading
 from .rising import Rising
 
 LISTS = ("gates",)
@@ -96,6 +97,7 @@ NEEDS: dict[str, Settings] = {
 
 SWITCHES: list[Settings] = [
     {"filter": f"{Rising.__module__}:{Rising.__name__}"},
+    {"gates": [f"{Reading.__module__}:{Reading.__name__}"]},
     {"seed": 1},
     {"num_generations": 2},
     {"max_lag": 1},

@@ -100,13 +100,20 @@ class World:
     """Whether the rollouts of one prompt share two places, and are paid at a limit."""
     agents: bool = True
     """Whether two agents take turns at one prompt."""
+    alike: bool = False
+    """Whether all prompts begin with the same two words."""
     name: str = "world"
-    train: Sequence[Prompt] = field(default_factory=lambda: _prompts(0, PROMPTS))
-    test: Sequence[Prompt] = field(default_factory=lambda: _prompts(PROMPTS, PROMPTS + 2))
+    train: Sequence[Prompt] = field(init=False)
+    test: Sequence[Prompt] = field(init=False)
     reward_funcs: Sequence[Any] = ()
     max_turns: int = 3
     max_turn_length: int = 4
     stop: tuple[str, ...] = STOPS
+
+    def __post_init__(self) -> None:
+        beginning = "o3 o3 " if self.alike else ""
+        self.train = _prompts(0, PROMPTS, beginning)
+        self.test = _prompts(PROMPTS, PROMPTS + 2, beginning)
 
     def make_env(self, prompt: Prompt) -> WorldEnv | Sharing:
         number = int(prompt.columns["number"])
@@ -118,11 +125,11 @@ class World:
         return "world"
 
 
-def _prompts(start: int, stop: int) -> list[Prompt]:
+def _prompts(start: int, stop: int, beginning: str) -> list[Prompt]:
     """Prompts of training (numbers below `PROMPTS`) or of the test."""
     prompts = []
     for i in range(start, stop):
-        text, columns = f"p{i % PROMPTS} o{i // PROMPTS}", {"number": i, "task_type": "xy"[i % 2]}
+        text, columns = f"{beginning}p{i % PROMPTS} o{i // PROMPTS}", {"number": i, "task_type": "xy"[i % 2]}
         asked: Any = {"messages": ({"role": "user", "content": text},)} if i % 2 else {"text": text}
         prompts.append(Prompt(f"q{i}", i - start, columns=columns, **asked))
     return prompts

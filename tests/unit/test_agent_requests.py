@@ -6,9 +6,12 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import UserDict
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -24,6 +27,8 @@ from ..builders.agent_requests import Slow, start_request
 from ..builders.asking import ask, user
 from ..builders.tool_rollouts import roll
 from ..builders.tools import OneTurn, make_tokenizer
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +188,66 @@ def test_reward_functions_do_not_see_what_nobody_waited_for(tokenizer):
     judge = lambda completions, **_: [seen.append(c) or 1.0 for c in completions]  # noqa: E731
     Slow(tokenizer, [["nobody reads this", "right"]], funcs=[judge]).roll(agent)
     assert [m["content"] for m in seen[0] if m["role"] == "assistant"] == ["right"]
+
+
+def test_reward_functions_judge_the_last_answer_that_the_agent_had(tokenizer):
+    """Not its own question, whose answer it gave up."""
+
+    def agent(base_url, prompt, slow):
+        slow.go_on.set()
+        first = ask(base_url, prompt)
+        slow.go_on.clear()
+        slow.working.clear()
+        with start_request(base_url, [*prompt, first, user("Sure?")]):
+            slow.working.wait(20)
+        slow.go_on.set()
+
+    seen = []
+    judge = lambda completions, **_: [seen.append(c) or 1.0 for c in completions]  # noqa: E731
+    Slow(tokenizer, [["right", "second"]], funcs=[judge]).roll(agent)
+    assert [(m["role"], m["content"]) for m in seen[0]] == [("assistant", "right")]
+
+
+def test_an_agent_that_failed_before_a_limit_has_no_reward_of_0(tokenizer):
+    """No refusal is the cause: its client lost patience while the answer was decoded to the limit."""
+
+    def agent(base_url, prompt, slow):
+        slow.go_on.set()
+        first = ask(base_url, prompt)
+        slow.go_on.clear()
+        slow.working.clear()
+        with start_request(base_url, [*prompt, first, user("Sure?")]):
+            slow.working.wait(20)
+        threading.Timer(0.3, slow.go_on.set).start()
+        raise ConnectionError("the client lost patience")
+
+    (rollout,) = Slow(tokenizer, [["first", "x" * 500]]).roll(agent)
+    assert (rollout.fate, rollout.reward) == (Fate.FAILED, None)
+    assert "the client lost patience" in rollout.reason
+
+
+def test_many_agents_may_wait_where_few_files_may_be_open():
+    """Each holds both ends of its connection; 1,024 files are usual, and 512 agents at once."""
+    code = """
+import resource, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from tests.builders.asking import ask
+from tests.builders.tool_rollouts import roll
+from tests.builders.tools import OneTurn, make_tokenizer
+from winnow.tasks.agents import with_agent
+waiting = threading.Barrier(100)
+
+def agent(base_url, prompt):
+    ask(base_url, prompt)
+    waiting.wait(30)
+    ask(base_url, prompt)
+    return 1.0
+
+rollouts, _ = roll(make_tokenizer(), with_agent(OneTurn(), agent), [["a", "b"] for _ in range(100)])
+print({(r.fate, r.reward, r.reason) for r in rollouts})
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "{(None, 1.0, '')}", done.stderr[-2000:]
 
 
 def test_the_last_answer_may_be_given_up_too(tokenizer):

@@ -114,6 +114,19 @@ def test_rewards_for_agents_that_never_asked_are_refused(tokenizer, reward, mess
     assert rollouts[0].reason.startswith(f"agent agent returned rewards for {message}")
 
 
+@pytest.mark.parametrize(("turns", "cause"), [(1, "rewards of no agent"), (2, "reward must name at least one agent")])
+def test_rewards_of_no_agent_are_named(tokenizer, turns, cause):
+    def agent(base_url, prompt):
+        ask(base_url, prompt)
+        with contextlib.suppress(urllib.error.HTTPError):
+            ask(base_url, [user("On.")])
+        return {}
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, max_turns=turns), [["a", "b"]])
+    assert rollout.fate == Fate.FAILED
+    assert cause in rollout.reason
+
+
 def test_an_agent_that_a_limit_refused_has_asked(tokenizer):
     """Its reward is no key of nobody; what the other sampled is trained."""
 

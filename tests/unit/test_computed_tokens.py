@@ -22,7 +22,7 @@ from .fake_run import FakeRun, rollout
 @pytest.fixture(autouse=True)
 def reads_any_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("winnow.engine.local.engine.READ_ROWS", 1 << 20)
-    monkeypatch.setattr("winnow.rollout.in_flight.WORTH_STEPS", 0.0)
+    monkeypatch.setattr("winnow.rollout.drafts.WORTH_STEPS", 0.0)
 
 
 def drafted(asked: list[Request], plain: dict[Any, Finished], rng: np.random.Generator) -> list[Request]:

@@ -12,7 +12,8 @@ import pytest
 from winnow.base.errors import ConfigError
 from winnow.base.noise import noise_key
 from winnow.engine import Finished, LocalEngine, Reached, Request, SamplingParams
-from winnow.rollout.in_flight import Flight, Sibling, likeliest, siblings_of
+from winnow.rollout.drafts import likeliest
+from winnow.rollout.in_flight import Flight, Sibling, siblings_of
 from winnow.rollout.options import RolloutOptions, check_drafts
 from winnow.sampler.codec import job_from, job_state
 from winnow.sampler.drafts import ROLLOUT_BYTES, TURN_BYTES, Drafts, DraftsState
@@ -27,7 +28,7 @@ PROMPTS = [Prompt(f"p{i}", i, text="") for i in range(9)]
 @pytest.fixture(autouse=True)
 def _read_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("winnow.engine.local.engine.READ_ROWS", 1 << 20)
-    monkeypatch.setattr("winnow.rollout.in_flight.WORTH_STEPS", 0.0)
+    monkeypatch.setattr("winnow.rollout.drafts.WORTH_STEPS", 0.0)
 
 
 def requests(n: int = 12, **params: Any) -> list[Request]:
@@ -265,7 +266,7 @@ def test_a_draft_ends_one_token_behind_those_worth_reading() -> None:
 
 
 def test_a_draft_that_saves_too_few_steps_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("winnow.rollout.in_flight.WORTH_STEPS", 2.0)
+    monkeypatch.setattr("winnow.rollout.drafts.WORTH_STEPS", 2.0)
     drafts = [(1, 2, 3, 4)] * 8  # each token with a chance of 7.5/8
     assert likeliest(drafts, 8) == (1, 2, 3, 4)  # 4 * 0.597
     assert likeliest(drafts, 16) == ()  # 4 * 0.356

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from winnow.config import validate
 from winnow.methods.filter import AllOf, Filter, ZeroVariance, checked_verdict
 from winnow.methods.gate import NamedRule, RuleError, check_rule
 from winnow.methods.select import StreamSelector
-from winnow.types import GroupKind, Prompt, Token
+from winnow.types import EnvStep, GroupKind, Prompt, Token, Verdict
 
 from ..builders.groups import make_group
 
@@ -36,6 +36,15 @@ class Bare:
         return []
 
 
+@dataclass(frozen=True)
+class Reader:
+    at: Any
+    needs: ClassVar[frozenset[str]] = frozenset({"text"})
+
+    def decide(self, views: Any) -> Any:
+        return [Verdict(keep="no" not in view.text) for view in views]
+
+
 def test_a_filter_that_returns_no_verdict() -> None:
     group = make_group(0, [0.0, 1.0], [3, 4])
     with pytest.raises(ConfigError, match=r"filter: SaysTrue\.admit returned True; return KEEP, or Verdict"):
@@ -53,6 +62,12 @@ def test_a_selector_that_returns_scores() -> None:
 def test_a_rule_that_says_nothing_of_its_needs() -> None:
     with pytest.raises(RuleError, match="gate bare: a rule needs `needs`, a frozenset"):
         check_rule(NamedRule("bare", Bare(Token(4))))  # type: ignore[arg-type]
+
+
+def test_a_rule_at_an_environment_step_cannot_ask_for_what_only_tokens_have() -> None:
+    with pytest.raises(RuleError, match=r"gate reads: at an environment step a rule sees no text; .*`actions`"):
+        check_rule(NamedRule("reads", Reader((EnvStep(1), EnvStep(2)))))
+    check_rule(NamedRule("reads", Reader(Token(4))))
 
 
 def test_one_gate_needs_no_list() -> None:

@@ -229,6 +229,17 @@ def test_a_long_start_is_waited_for_by_the_bytes_of_the_weights(sampler: Sampler
         assert (sampler._members[1] is starts) == there
 
 
+def test_what_landed_is_not_lost_when_the_samplers_are(sampler: SamplerPool) -> None:
+    sampler._landed = [group(visit(0))]
+    for attempt in range(3):
+        channel_of(sampler, 1).says({"refused": "model: '/m' is missing"})
+        if attempt < 2:
+            sampler._receive(wait=False)
+    with pytest.raises(SamplersLostError):
+        sampler.poll()
+    assert [landed.visit.number for landed in sampler._landed] == [0]
+
+
 @pytest.mark.parametrize(("least", "ended"), [(2, True), (1, False)])
 def test_a_sampler_that_keeps_refusing_is_given_up_where_fewer_are_enough(
     sampler: SamplerPool, monkeypatch: pytest.MonkeyPatch, least: int, ended: bool

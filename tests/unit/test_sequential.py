@@ -216,6 +216,10 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
             "group_size: unbiased weighs the rewards' gradient alone",
         ),
         (
+            {"group_size": UNBIASED, "teacher": {"model": tiny_config["model"]}},
+            "group_size: unbiased weighs the rewards' gradient alone; .* teacher",
+        ),
+        (
             {"group_size": UNBIASED, "filter": "keep_all"},
             "group_size: unbiased needs groups of one size .* group_weighting: equal, or a filter that refills",
         ),

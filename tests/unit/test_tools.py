@@ -137,6 +137,27 @@ def test_what_is_not_the_models_fault_fails_the_rollout(how):
         play(task, call("fail", how=how))
 
 
+def test_a_lost_connection_is_not_the_models_fault_in_the_words_of_a_client_either():
+    """HTTP clients raise errors of their own for it, which derive from no `ConnectionError`."""
+
+    def look_up(hidden: bool) -> str:
+        """
+        Looks something up.
+
+        Args:
+            hidden: Whether the cause is.
+        """
+        try:
+            raise ConnectionRefusedError("nobody listens")
+        except OSError as error:
+            raise LookupError("no such page") from (None if hidden else error)
+
+    task = with_tools(OneTurn(), [look_up])
+    with pytest.raises(LookupError, match="no such page"):
+        play(task, call("look_up", hidden=False))
+    assert play(task, call("look_up", hidden=True))[1][0].observation == "{'error': 'no such page'}"
+
+
 @pytest.mark.slow
 def test_what_hangs_is_ended_and_the_next_call_works():
     async def nap() -> str:

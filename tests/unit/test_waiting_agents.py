@@ -7,7 +7,7 @@ import queue
 import sqlite3
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -20,7 +20,7 @@ from winnow.rollout import answers, gate_rules
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
 from winnow.tasks.agents import event_loop, with_agent
-from winnow.types import EnvStep, Job, Verdict, Visit
+from winnow.types import EnvStep, Fate, Job, Verdict, Visit
 
 from ..builders.asking import ask, user
 from ..builders.tool_calls import call
@@ -153,8 +153,23 @@ def test_async_agents_that_start_slowly_share_their_loop(monkeypatch):
 
     loop = event_loop.AgentLoop("agent")
     with ThreadPoolExecutor(12) as threads:
-        loops = [future.result() for future in [threads.submit(lambda: loop.run(agent())) for _ in range(12)]]
+        running = [threads.submit(lambda: loop.run(agent(), Future(), 1.0)) for _ in range(12)]
+        loops = [future.result() for future in running]
     assert len(set(loops)) == 1
+
+
+def test_an_async_agent_that_hangs_ends_after_its_rollout(tokenizer):
+    """Else each would keep a thread, a task and its conversation."""
+
+    async def agent(base_url, prompt):
+        await asyncio.Event().wait()
+
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, timeout_s=0.3), [["a"]])
+    assert rollout.fate == Fate.FAILED
+    deadline = time.monotonic() + 20
+    while any(thread.name == "winnow-agent" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_environments_of_tools_share_a_pool(tokenizer, monkeypatch):

@@ -56,6 +56,13 @@ class ToolUnavailableError(RuntimeError):
 NOT_THE_MODELS_FAULT = (ToolUnavailableError, EnvLostError, WorkerError, TimeoutError, ConnectionError, MemoryError)
 
 
+def _is_unavailable(error: BaseException | None) -> bool:
+    """Whether an error, or one behind it, is not the model's fault: HTTP clients wrap lost connections in their own."""
+    while error is not None and not isinstance(error, NOT_THE_MODELS_FAULT):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error is not None
+
+
 def parse_tool_calls(text: str) -> list[Call]:
     """Parse calls in the format of Qwen and Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
@@ -361,11 +368,11 @@ class ToolEnv:
         """Return the result, or an error for the model if it may have caused it, as in TRL."""
         try:
             return step()
-        except NOT_THE_MODELS_FAULT:
-            raise
         except SystemExit as error:  # argparse refuses its arguments like this
             return str({"error": f"raised SystemExit: {error}"})
         except Exception as error:
+            if _is_unavailable(error):
+                raise
             if isinstance(error, sqlite3.ProgrammingError) and "same thread" in str(error):
                 raise ToolUnavailableError(f"{error}; open it with check_same_thread=False") from error
             return str({"error": str(error)})

@@ -226,7 +226,7 @@ class LoopInTrl:
         self._trained = set()
         update = self._logs | (self.scaling.metrics if updated else {}) | {"updated": updated}
         with collector.clock.phase("record"):
-            collector.trained(self._step, batch.groups, update)
+            collector.trained(self._step, batch, update)
         self._step += 1
         with collector.clock.phase("publish"):
             self._publish()

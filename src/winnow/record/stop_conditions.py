@@ -150,7 +150,8 @@ class StopConditions:
         """
         signal = self._limits.teacher or any(self._judge.teaches(g) for g in groups)
         taught, kinds = bool(update["updated"]) and signal, tally.kinds
-        solved = not taught and 0 < tally.groups == kinds[GroupKind.EASY]
+        easy = all(self._judge.kind(group) is GroupKind.EASY for group in groups)
+        solved = not taught and easy and tally.groups == kinds[GroupKind.EASY]  # a batch may have finished before
         self.skipped_steps = 0 if taught else self.skipped_steps + 1
         self.solved_steps = self.solved_steps + 1 if solved else 0
         if self.skipped_steps < self._limits.max_skipped_steps:

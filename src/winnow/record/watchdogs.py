@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from ..base.files import from_json
 from ..config import RunConfig
+from ..methods.success import PUNISHMENT
 from ..types import Group, Rollout
 from .collapse import ENTROPY, PATIENCE, entropy_message, ess_message, ess_of, low_ess
 
@@ -113,6 +114,8 @@ class Watchdogs:
             return None  # the policy has moved since the tokens were sampled, as it should
         if self._first_gap is None:
             self._first_gap = row[GAP]
+        if self._config.lora is not None and self._config.lora.dropout != 0:
+            return None  # the gap has the update's dropout in it; `probed` compares without
         message = self._grown(row[GAP])
         if message and row.get("learning_rate") == 0:
             message += ". The learning rate is 0, so the policy cannot have moved"
@@ -135,7 +138,8 @@ class Watchdogs:
             rounding = ROUNDING * max(1.0, abs(mean))
             one, again = value <= rounding, abs(before - mean) <= rounding
             self._same[name] = (mean, steps + 1 if one and again else int(one))
-            if self._same[name][1] >= SAME_STEPS and name not in self._constant:
+            harmless = name == PUNISHMENT and mean == 0  # no completion was too long
+            if self._same[name][1] >= SAME_STEPS and name not in self._constant and not harmless:
                 self._constant.add(name)
                 who = f"the reward function '{name}'"
                 remedy = "check samples.jsonl, and that it reads the right columns and completions"

@@ -17,6 +17,9 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any
 
+from ..env.prompting import PromptError
+from ..env.workers.functions import describe_error
+from ..env.workers.worker import WorkerError
 from .in_flight import Flight, Sibling
 
 OVERLAP = 8
@@ -96,3 +99,10 @@ class Answers:
         gone = set(taken)
         self.pending = [awaited for awaited in self.pending if awaited not in gone]
         return taken
+
+
+def described(error: BaseException) -> str:
+    """Return the cause with file and line; messages of workers and prompt checks are already complete."""
+    if isinstance(error, WorkerError):
+        return error.detail
+    return str(error) if isinstance(error, PromptError) else describe_error(error)

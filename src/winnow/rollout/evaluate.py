@@ -87,10 +87,14 @@ def run_jobs(runner: RolloutRunner, jobs: Sequence[Job]) -> list[Group]:
     live = max(1, MAX_LIVE // max(job.size for job in jobs)) if jobs and runner.task.max_turns > 1 else len(jobs)
     groups: list[Group] = []
     waiting = iter(jobs)
-    while len(groups) < len(jobs):
-        for job in islice(waiting, live - runner.pending):
-            runner.launch(job)
-        groups += runner.poll()
+    try:
+        while len(groups) < len(jobs):
+            for job in islice(waiting, live - runner.pending):
+                runner.launch(job)
+            groups += runner.poll()
+    except BaseException:
+        runner.abandon(engine_works=False)
+        raise
     return groups
 
 

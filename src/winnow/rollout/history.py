@@ -66,9 +66,10 @@ def append_or_restart(tokenizer: Any, prompt: Prompt, sibling: Sibling, observat
     """
     request = observation if isinstance(observation, NextMessages) else NextMessages((), agent=sibling.current_agent)
     sibling.settings = request.settings
+    whole, request.whole = request.whole, ()  # else every turn would keep all messages before it
     same_agent = request.agent == sibling.current_agent
-    if request.continues is None or (template and request.whole):
-        following = encode_prompt(tokenizer, with_messages(prompt, request.whole, request.tools))
+    if request.continues is None or (template and whole):
+        following = encode_prompt(tokenizer, with_messages(prompt, whole, request.tools))
     elif template and sibling.messages is not None:
         following = _rendered(tokenizer, prompt, sibling, observation)
     else:

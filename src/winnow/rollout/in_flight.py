@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -16,11 +16,9 @@ import numpy as np
 from ..base.sanitize import redact
 from ..engine.base import Finished
 from ..env.base import Env, OverlappingEnv
-from ..env.prompting import ANY_TURN, PromptError, TurnSettings
+from ..env.prompting import ANY_TURN, TurnSettings
 from ..env.rewards.scores import MAX_REWARD
 from ..env.workers.calls import shared_calls
-from ..env.workers.functions import describe_error
-from ..env.workers.worker import WorkerError
 from ..methods.agents import agents_of, named
 from ..types import (
     LIMITS,
@@ -37,12 +35,8 @@ from ..types import (
     Visit,
     sum_known,
 )
+from .drafts import likeliest
 
-WORTH_READING = 0.5
-"""Chance of being sampled from which on a token of a draft is read. On a CPU a token of a longer prefill took 0.6 to
-0.9 of the time of a row of a decode step, without that row's share of the step's fixed cost."""
-WORTH_STEPS = 2.0
-"""Decode steps that a draft must be expected to save; chosen, not tuned."""
 ALL_ABANDONED = (
     "the agent gave up every request before its answer (its client timed out, or its task was cancelled); give its "
     "client more time, or limit answers with max_turn_length"
@@ -59,6 +53,8 @@ class Sibling:
     env: Env | OverlappingEnv | None = None
     environment: Any = None
     """State of the environment for reward functions, after it is closed."""
+    closing: tuple[str, Future[Any]] | None = None
+    """Class of the environment, and its async `close` that may still run."""
     messages: list[Message] | None = None
     """Messages of the current segment with those since, where the chat template renders every turn again."""
     begun: str = ""
@@ -146,6 +142,8 @@ class Sibling:
     def set_reward(self, given: float | Mapping[str, float]) -> None:
         """Set the environment's reward, a mapping by agent. Raises ValueError on an unusable one."""
         by_agent = given if isinstance(given, Mapping) else {"": given}
+        if not by_agent:
+            raise ValueError("rewards of no agent ({})")
         rewards = {agent: float(reward) for agent, reward in by_agent.items()}
         shown = rewards if by_agent is given else rewards[""]
         if not all(abs(reward) <= MAX_REWARD for reward in rewards.values()):
@@ -231,10 +229,19 @@ class Sibling:
             try:
                 closed = close()
                 if inspect.isawaitable(closed):
-                    shared_calls().awaited(closed).result()
+                    self.closing = type(self.env).__name__, shared_calls().awaited(closed)
             except (Exception, SystemExit) as error:  # the rollout is over; its reward does not depend on this
-                warnings.warn(f"closing {type(self.env).__name__} raised {type(error).__name__}: {error}", stacklevel=2)
+                _warn_unclosed(type(self.env).__name__, error)
         self.env = None
+
+    def await_closed(self) -> None:
+        """Wait for an async `close`; those of a group run at the same time."""
+        if self.closing is not None:
+            (name, closed), self.closing = self.closing, None
+            try:
+                closed.result()
+            except (Exception, SystemExit) as error:
+                _warn_unclosed(name, error)
 
     def finish(self, stop_reason: str, *, fate: Fate | None = None, reason: str = "") -> Rollout:
         """Close the rollout: after this it is only scored and booked."""
@@ -255,6 +262,10 @@ class Sibling:
         ended.text = "".join(t.action + (t.observation or "") for t in ended.turns)
         ended.raw_logp = np.concatenate(self.raw_logps) if self.raw_logps else None
         return ended
+
+
+def _warn_unclosed(name: str, error: BaseException) -> None:
+    warnings.warn(f"closing {name} raised {type(error).__name__}: {error}", stacklevel=3)
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
@@ -279,25 +290,6 @@ def siblings_of(job: Job, *, greedy: bool) -> list[Sibling]:
     """Return the siblings of a job, with a greedy one at the end if wanted."""
     stop, none = job.first + job.size, np.empty(0)
     return [Sibling(Rollout(i, (), none, none, none, none, greedy=i == stop)) for i in range(job.first, stop + greedy)]
-
-
-def likeliest(drafts: Sequence[tuple[int, ...]], readers: int) -> tuple[int, ...]:
-    """Return the likeliest beginning of some drafts, as far as it pays to read it.
-
-    Each token is the most frequent after those before it. If `k` of `n` drafts have it, a sibling samples it with a
-    chance of (k - 1/2) / n. It is worth reading if one of the `readers` does with `WORTH_READING`, and the draft if all
-    of them follow it for `WORTH_STEPS`, as only that saves steps. The last token of a draft is not read.
-    """
-    draft: list[int] = []
-    left, worth, steps = drafts, True, 0.0
-    while worth and (nexts := Counter(d[len(draft)] for d in left if len(d) > len(draft))):
-        token, count = nexts.most_common(1)[0]
-        left = [d for d in left if d[len(draft) : len(draft) + 1] == (token,)]
-        draft.append(token)
-        chance = (count - 0.5) / len(drafts)
-        steps += chance**readers
-        worth = 1 - (1 - chance) ** readers >= WORTH_READING
-    return tuple(draft) if steps >= WORTH_STEPS else ()
 
 
 @dataclass
@@ -359,6 +351,12 @@ class Flight:
             if rollout.fate is None:
                 rollout.fate, rollout.reason = Fate.CUT, reason
 
+    def ended_group(self) -> Group:
+        """Return the group once all environments are closed."""
+        for sibling in self.siblings:
+            sibling.await_closed()
+        return self.group or self.close()
+
     def close(self) -> Group:
         """Return the group of the rollouts that have ended, after `zero_unrewarded_truncated`."""
         rollouts = [s.rollout for s in self.siblings]
@@ -380,10 +378,3 @@ class Flight:
             decisions=tuple(self.decisions),
             turn=at.k if isinstance(at, EnvStep) else 0,
         )
-
-
-def described(error: BaseException) -> str:
-    """Return the cause with file and line; messages of workers and prompt checks are already complete."""
-    if isinstance(error, WorkerError):
-        return error.detail
-    return str(error) if isinstance(error, PromptError) else describe_error(error)

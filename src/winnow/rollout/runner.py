@@ -3,7 +3,7 @@
 Every launched sibling returns in its group once, with its tokens as sampled; a stopped or failed one with a fate and
 `reward = None`. Groups return in launch order, each a fixed time after its last token by the engine's clock (at once
 when the engine is idle); slower rewards are waited for. Which rollouts run together, and so all rounding, does not
-depend on the speed of rewards. Answers of overlapping environments: `answers.py`.
+depend on the speed of rewards. Overlapping environments: `answers.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..env.rewards.rewarder import Rewarder
 from ..env.workers.calls import shared_calls
 from ..methods.gate import NamedRule
 from ..types import Fate, Group, Job, Purpose, Turn
-from .answers import OVERLAP, PATIENCE_S, Answers, Awaited, require_future
+from .answers import OVERLAP, PATIENCE_S, Answers, Awaited, described, require_future
 from .gate_rules import ActiveRules
 from .history import PromptTokens, append_or_restart, begin
-from .in_flight import Flight, Sibling, described, siblings_of
+from .in_flight import Flight, Sibling, siblings_of
 from .options import RolloutOptions, check_drafts, turn_length_of, turn_requests
 
 
@@ -166,13 +166,11 @@ class RolloutRunner:
             if flight.job.purpose in blocked:
                 continue
             due = flight.ended + self.options[flight.job.purpose].params.max_tokens // 16
-            if flight.group is None or (self.engine.pending and self.engine.clock < due):
+            running = flight.group is None or (self.engine.pending and self.engine.clock < due)
+            if running or not self._wait_for_scores(flight):
                 blocked.add(flight.job.purpose)
                 continue
-            if not self._wait_for_scores(flight):
-                blocked.add(flight.job.purpose)
-                continue
-            groups.append(flight.group)
+            groups.append(flight.ended_group())
             del self._flights[key]
             if not self._answers.in_order:
                 break
@@ -365,14 +363,16 @@ class RolloutRunner:
             sibling.sampled(partial)
             sibling.rollout.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
 
-    def abandon(self) -> list[Group]:
-        """Stop for good; return the groups in flight, in launch order, with their tokens and what rewards they have."""
+    def abandon(self, *, engine_works: bool = True) -> list[Group]:
+        """Stop for good and close environments; return the groups in flight, in launch order, with what rewards they
+        have and, if the engine still works, the tokens of unfinished turns."""
         for flight in self._flights.values():
             running = [s for s in flight.siblings if s.running]
-            self._cancel([(flight, s) for s in running])
+            if engine_works:
+                self._cancel([(flight, s) for s in running])
             for sibling in running:
                 sibling.finish("cancelled")
-        groups = [f.group or f.close() for f in self._flights.values()]
+        groups = [flight.ended_group() for flight in self._flights.values()]
         self._flights, self._answers = {}, Answers()
         return groups
 

@@ -40,6 +40,7 @@ from .inputs import TrainerInputs
 from .preflight import (
     check_agreement,
     check_prompts,
+    check_rewards,
     require_places,
     require_reuse,
     require_whole_groups,
@@ -140,21 +141,14 @@ def build(
     r.set_threads()
     require_places(r)
     with ExitStack() as built:  # closed if a later part fails
-        policy, engine = build_policy(r, inputs.processing_class, checkpoint, with_engine=not own_engines)
-        built.callback(close_engine, engine)
         rewarder = build_rewarder(c, task, inputs.reward_list)
         built.callback(rewarder.close)
-        check_prompts(c, task, rewarder, policy.tokenizer, engine)
+        m = _checked_methods(r, task, rewarder, resumed)  # before weights are loaded, which may take minutes
+        policy, engine = build_policy(r, inputs.processing_class, checkpoint, with_engine=not own_engines)
+        built.callback(close_engine, engine)
+        check_prompts(c, task, policy.tokenizer, engine)
         learner = build_learner(policy, r)
         built.callback(learner.close)
-        success = build_success(c, task, rewarder.aliases, c.reward_weights)
-        if not resumed:
-            warn_of_profile(c, task, rewarder, success)
-        m = build_methods(c, r.options, task.train, success)
-        require_whole_groups(c, m, rewarder.comparing)
-        if not resumed:
-            warn_of_sizes(c, task)
-            require_reuse(c, r.options.sync, bool(m.rollout_batch.carry))
         greedy = m.advantage.greedy_baseline
         runner = None
         if engine is not None:
@@ -186,6 +180,21 @@ def build(
             parts.compare()
         built.pop_all()
     return parts
+
+
+def _checked_methods(r: Resolved, task: Task, rewarder: Rewarder, resumed: bool) -> Methods:
+    """Build the methods and check them against task and rewards. Raises ConfigError."""
+    c = r.config
+    check_rewards(task, task.train[0], rewarder)
+    success = build_success(c, task, rewarder.aliases, c.reward_weights)
+    if not resumed:
+        warn_of_profile(c, task, rewarder, success)
+    m = build_methods(c, r.options, task.train, success)
+    require_whole_groups(c, m, rewarder.comparing)
+    if not resumed:
+        warn_of_sizes(c, task)
+        require_reuse(c, r.options.sync, bool(m.rollout_batch.carry))
+    return m
 
 
 def _teacher_of(r: Resolved, learner: Learner, policy: Policy, task: Task) -> Teacher | None:

@@ -30,7 +30,7 @@ from ..methods.loss import LossConfig
 from ..methods.policy_loss import Clip
 from ..methods.select import StreamSelector
 from ..methods.size import GroupSize, RolloutBatch
-from ..methods.success import Success, default_success
+from ..methods.success import PUNISHMENT, Success, default_success
 from ..record.account import Account
 from ..record.stop_conditions import Limits
 from ..reuse import Reuse
@@ -81,7 +81,11 @@ def build_success(c: RunConfig, task: Task, functions: Mapping[str, str], weight
             "success: function: 'env' is the reward of an environment, and this task has none; name one of "
             f"reward_funcs: {', '.join(names)}"
         )
-    return Success(decides and known[decides], c.success.at_least)
+    if decides is None:  # the whole reward; but the punishment of a length makes no answer wrong
+        judges = [name for name in names if name != PUNISHMENT]
+        alone = len(judges) == 1 < len(names) and set(weights or [1.0]) == {1.0}
+        return Success(judges[0] if alone else None, c.success.at_least)
+    return Success(known[decides], c.success.at_least)
 
 
 def build_methods(c: RunConfig, methods: Options, prompts: Sequence[Prompt], success: Success | None = None) -> Methods:

@@ -129,12 +129,11 @@ def require_reuse(c: RunConfig, sync: SamplerOptions, carry: bool) -> None:
         )
 
 
-def check_prompts(c: RunConfig, task: Task, rewarder: Rewarder, tokenizer: Any, engine: Engine | None) -> None:
-    """Try a few prompts on reward functions, tokenizer and engine (if local); warn of prompts that will fail.
+def check_prompts(c: RunConfig, task: Task, tokenizer: Any, engine: Engine | None) -> None:
+    """Try a few prompts on tokenizer and engine (if local); warn of prompts that will fail.
 
     Raises ConfigError when all of them fail.
     """
-    check_rewards(task, task.train[0], rewarder)
     warn_of_plain_text(task, tokenizer)
     warn_of_failing_prompts(c.max_prompt_length, task, tokenizer)
     causes, limit = [], c.max_prompt_length

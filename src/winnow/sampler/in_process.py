@@ -168,6 +168,6 @@ class InProcessSampler(Sampler):
         self._kept = {int(file.stem): load_file(file) for file in files}
 
     def close(self) -> list[Group]:
-        in_flight = [] if self._failed else self.runner.abandon()  # an engine that failed has no tokens to give
-        groups, self._landed = [*self._landed, *in_flight], []
+        in_flight = self.runner.abandon(engine_works=not self._failed)
+        groups, self._landed = [*self._landed, *([] if self._failed else in_flight)], []
         return groups

@@ -166,8 +166,8 @@ class SamplerPool(Sampler):
 
     def poll(self) -> list[Group]:
         started = time.monotonic()
-        groups, self._landed = self._landed, []
-        groups += self._receive(wait=not groups)
+        groups = self._receive(wait=not self._landed)  # may raise: what has landed is then still returned by `close`
+        groups, self._landed = [*self._landed, *groups], []
         self._waited += time.monotonic() - started
         self._pending -= len(groups)
         return sorted(groups, key=lambda group: group.visit.number)

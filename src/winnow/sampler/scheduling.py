@@ -19,7 +19,9 @@ class Pace:
         """Groups in flight, summed over the polls of each of the last steps that were collected ahead."""
 
     def begin_fill(self, *, ahead: bool) -> None:
-        """Begin to collect a batch; `ahead`: the one after the current step's."""
+        """Begin to collect a batch; `ahead`: the one after the current step's, which may reuse more groups."""
+        if ahead:
+            self._buffer.wanted = self._buffer.fewest  # what is more could be too much, or not trained in time
 
     def room(self, step: int, steps_left: int, zero_share: float | None) -> int:
         """Return how many groups to start now for the optimizer step from version `step`; `steps_left` includes it.
@@ -68,10 +70,10 @@ class AsyncPace(Pace):
     _polls = _least = 0
 
     def begin_fill(self, *, ahead: bool) -> None:
+        super().begin_fill(ahead=ahead)
         self._polls = self._least = 0
         if ahead:
             buffer, steps = self._buffer, self._buffer.max_lag + 1
-            buffer.wanted = buffer.fewest  # with more, some could not be trained in time
             self._least = sum(self.polled) // (steps * buffer.fewest * buffer.max_lag)
             self.polled = [*self.polled, 0][-steps:]
 

@@ -174,7 +174,7 @@ class Simulation:
                 break
             yield batch
             teaching = sum(m.judge.teaches(group) for group in batch.trained_on)
-            collector.trained(step, batch.groups, {"updated": float(teaching > 0)})
+            collector.trained(step, batch, {"updated": float(teaching > 0)})
             collector.end_step(step, batch.trained_on, {})
             self.source.update(self.growth * teaching / 1000)
             step += 1

@@ -50,10 +50,11 @@ def messages_of(rollout: Rollout) -> list[Message]:
     if not rollout.turns:
         return [{"role": "assistant", "content": rollout.text}]
     messages: list[Message] = []
+    last = max((i for i, turn in enumerate(rollout.turns) if not turn.abandoned), default=-1)
     for i, turn in enumerate(rollout.turns):
         if not turn.abandoned:
             messages.append(dict(turn.message or {"role": "assistant", "content": turn.action}))
-        if turn.observation is not None and i < len(rollout.turns) - 1:
+        if turn.observation is not None and i < last:
             messages += _answers(turn.observation)
     return messages
 

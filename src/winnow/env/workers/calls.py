@@ -84,10 +84,11 @@ def converted(
 
 
 class _Call(Owed):
-    def __init__(self, function: Callable[[], Any], *, on_loop: bool = False) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
-        self.function, self.on_loop = function, on_loop
-        self.started = time.monotonic() if on_loop else None
+        self.function = function
+        self.started: float | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
         self.started = time.monotonic()
@@ -112,7 +113,7 @@ class Deadlines:
         self._lane = _Lane()
         self._abandoned: list[_Lane] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._blocked_loops = 0
+        self._blocked_loops: set[asyncio.AbstractEventLoop] = set()
         self._owed: list[_Call] = []
         self._watching = False
         self._closed = False
@@ -132,12 +133,12 @@ class Deadlines:
         return call.future
 
     def submit_async(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        call = _Call(function, on_loop=True)
+        call = _Call(function)
         with self._lock:
-            if self._accepts(call, self._blocked_loops):
+            if self._accepts(call, len(self._blocked_loops)):
                 if self._loop is None:
-                    self._loop = asyncio.new_event_loop()
-                    threading.Thread(target=self._loop.run_forever, name="winnow-loop", daemon=True).start()
+                    self._loop = loop_in_thread("winnow-loop")
+                call.loop, call.started = self._loop, time.monotonic()
                 asyncio.run_coroutine_threadsafe(_run(call, self.timeout_s), self._loop)
         return call.future
 
@@ -192,14 +193,20 @@ class Deadlines:
                 warnings.warn(OVERLAPS, stacklevel=2)
             self._overtaken.append(self._lane)
             self._next_lane()
-        blocked = False
         for call in self._owed:
-            if call.on_loop and call.started is not None and call.started < limit - GRACE_S and not call.future.done():
+            late = call.loop is not None and call.started is not None and call.started < limit - GRACE_S
+            if late and not call.future.done():
                 call.fail(TimeoutError(f"took over {self.timeout_s:g} s and could not be cancelled"))
-                blocked = True
-        if blocked:  # the loop is blocked: later calls get a new one
-            self._blocked_loops += 1
-            self._loop = None
+                self._leave(call.loop)
+
+    def _leave(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Give later calls a new loop. The old one counts as blocked until it runs again, and ends after its calls."""
+        if loop is None or loop is not self._loop:
+            return
+        self._loop = None
+        self._blocked_loops.add(loop)
+        loop.call_soon_threadsafe(self._blocked_loops.discard, loop)
+        loop.call_soon_threadsafe(loop.call_later, self.timeout_s + GRACE_S, loop.stop)
 
     def _fail(self, lane: _Lane) -> None:
         """Fail the call that a lane runs, and leave the lane."""
@@ -219,6 +226,13 @@ class Deadlines:
         self._lane = _Lane()
         for call in waiting:
             self._lane.put(call)
+
+
+def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
+    """Return a new event loop that runs in a thread until it is stopped."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
+    return loop
 
 
 @cache

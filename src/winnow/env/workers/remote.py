@@ -8,6 +8,7 @@ Nothing is retried: a step may have had its effect.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -37,16 +38,16 @@ class EnvPool:
         self.independent = independent
         self._homes = [_Home(WorkerPool(1, timeout_s)) for _ in range(size)]
         self._serial = itertools.count()
+        weakref.finalize(self, _close, self._homes).atexit = False
 
     def make(self, target: str, kwargs: Mapping[str, Any]) -> RemoteEnv:
         """Return an environment made in the least busy process by `target`, `module:function`, from JSON `kwargs`."""
         home = min(self._homes, key=lambda h: len(h.living))
-        return RemoteEnv(home, next(self._serial), target, dict(kwargs), independent=self.independent)
+        return RemoteEnv(self, home, next(self._serial), target, dict(kwargs))
 
     def close(self) -> None:
-        """Kill all processes. Safe to call twice; without it, they end with the program."""
-        for home in self._homes:
-            home.workers.close()
+        """Kill all processes. Safe to call twice; without it, they end with the pool and its environments."""
+        _close(self._homes)
 
 
 class _Home:
@@ -59,13 +60,16 @@ class _Home:
         """Cause of the process's last loss."""
 
 
+def _close(homes: list[_Home]) -> None:
+    for home in homes:
+        home.workers.close()
+
+
 class RemoteEnv:
     """Implements `OverlappingEnv`. `close` frees its memory in the process."""
 
-    def __init__(
-        self, home: _Home, serial: int, target: str, kwargs: dict[str, Any], *, independent: bool = True
-    ) -> None:
-        self.independent = independent
+    def __init__(self, pool: EnvPool, home: _Home, serial: int, target: str, kwargs: dict[str, Any]) -> None:
+        self.independent, self._pool = pool.independent, pool  # which lives as long as its environments
         self._home, self._serial = home, serial
         self._target, self._kwargs = target, kwargs
 

@@ -123,21 +123,24 @@ class WorkerPool:
 
     def _serve(self, worker: _Worker) -> None:
         while (job := self._jobs.get()) is not None:
-            if job.future.done() or not job.future.set_running_or_notify_cancel():
-                continue
-            try:
-                if self._closed:
-                    raise WorkerError("died", "the worker pool was closed")
-                result = worker.run(job, self.timeout_s)
-            except WorkerError as error:
-                job.fail(error)
-            except Exception as error:  # on any error: the caller must not wait for ever
-                worker.end()
-                job.fail(WorkerError("died", f"no worker process could be used: {type(error).__name__}: {error}"))
-            else:
-                self.printed[job.called], self.unset[job.called] = worker.printed, worker.unset
-                job.succeed(result)
+            if not job.future.done() and job.future.set_running_or_notify_cancel():
+                self._do(job, worker)
+            del job  # whoever waits for it may hold the pool
         worker.end()
+
+    def _do(self, job: _Job, worker: _Worker) -> None:
+        try:
+            if self._closed:
+                raise WorkerError("died", "the worker pool was closed")
+            result = worker.run(job, self.timeout_s)
+        except WorkerError as error:
+            job.fail(error)
+        except Exception as error:  # on any error: the caller must not wait for ever
+            worker.end()
+            job.fail(WorkerError("died", f"no worker process could be used: {type(error).__name__}: {error}"))
+        else:
+            self.printed[job.called], self.unset[job.called] = worker.printed, worker.unset
+            job.succeed(result)
 
 
 class _Job(Owed):

@@ -154,8 +154,6 @@ class LocalLearner(Scorer):
             logp = batch.old_logp_BT
             if logp is None or not loss.ratio_to_learner:
                 logp = self.batch_logp(batch)
-            if loss.ratio_to_learner:
-                batch.old_logp_BT = logp
             parts.append(evidence(batch, logp))
         return parts
 

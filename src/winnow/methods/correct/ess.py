@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pydantic import PositiveInt
@@ -10,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from ...base.state import State
 from ...config.options import CHECKED
-from ..base import refuse_unused
+from ..base import RunFacts, refuse_unused
 from .none import StepScale
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class Ess:
             raise ValueError(f"reference must lie in (0, 1], or be 'measured', not {self.reference!r}")
         if self.reference != "measured":
             refuse_unused(self, ["measured_steps"], f"with reference: {self.reference}; remove one of them")
+
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        if run.config.lora is not None and run.config.lora.dropout:
+            yield "ess would take the noise of dropout for a change of the policy; set dropout: 0 in lora"
 
     def build(self) -> EssScale:
         return EssScale(self)

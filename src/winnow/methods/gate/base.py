@@ -208,6 +208,10 @@ EVIDENCE = (float, int, str, type(None), np.ndarray, np.generic)
 """Types of evidence, which travels with the verdict and is part of checkpoints."""
 
 
+AT_TOKENS = frozenset({"hidden", "logp", "raw_logp", "text"})
+"""Capabilities of which a view has something at a token only."""
+
+
 def check_rule(named: NamedRule) -> None:
     """Try a rule. Raises RuleError when it cannot be called, or cannot travel to its sampler."""
     at = named.rule.at
@@ -221,6 +225,11 @@ def check_rule(named: NamedRule) -> None:
     if not isinstance(getattr(named.rule, "needs", None), frozenset | set):
         raise RuleError(
             f"gate {named.name}: a rule needs `needs`, a frozenset of what it asks of the engine, e.g. empty"
+        )
+    if steps and (unseen := AT_TOKENS & named.rule.needs):
+        raise RuleError(
+            f"gate {named.name}: at an environment step a rule sees no {', '.join(sorted(unseen))}; leave it out of "
+            "`needs` and read `actions` and `observations`, or decide at a Token(n)"
         )
     try:
         json.dumps(rule_state(named), allow_nan=False)

@@ -52,8 +52,8 @@ class Sequential:
         if self.unbiased and (self.balanced or self.hard_size is not None):
             yield "unbiased supports a single probe only; remove it, or hard_size and balanced"
         c = run.config
-        if self.unbiased and (c.beta or c.entropy_coef):
-            yield "unbiased weighs the rewards' gradient alone; remove it, or beta and entropy_coef"
+        if self.unbiased and (c.beta or c.entropy_coef or c.teacher is not None):
+            yield "unbiased weighs the rewards' gradient alone; remove it, or beta, entropy_coef and teacher"
         by_size = not weighs_equally(c.loss_type, c.group_weighting)
         if self.unbiased and by_size and not any(each.refill for each in run.filters):
             yield (

@@ -16,7 +16,7 @@ from typing import Any
 from ...env.base import StepResult
 from ...env.prompting import NextMessages, TurnSettings
 from ...env.tools import Parser, action_of
-from ...env.workers.calls import Deadlines, Owed
+from ...env.workers.calls import Deadlines, Owed, converted
 from ...env.workers.functions import describe_error, function_name
 from ...types import Message
 from .endpoint import Answer, Client, Endpoint, OverError
@@ -109,6 +109,7 @@ class AgentEnv:
         self._answered: list[Request] = []
         """Requests by turn."""
         self._over = False
+        self._closed = Owed()
         self._refused: list[Request] = []
         """Requests since the rollout is over."""
         self._retrying = Owed()
@@ -163,7 +164,9 @@ class AgentEnv:
     def _returned(self) -> Returned:
         try:
             value = self._agent(base_url=self._address)
-            return Returned(self._loop.run(value) if inspect.isawaitable(value) else value)
+            if inspect.isawaitable(value):
+                value = self._loop.run(value, self._closed.future, self._deadlines.timeout_s)
+            return Returned(value)
         except BaseException as error:
             raise RuntimeError(f"{self.label} raised {describe_error(error)}{self._unasked}") from None
 
@@ -230,7 +233,9 @@ class AgentEnv:
             return [turn for turn, request in enumerate(requests) if request.abandoned]
 
     def start_reward(self) -> Future[float | dict[str, float] | None]:
-        """At a limit, refuse pending and later requests; give what the agent returns."""
+        """At a limit, refuse pending and later requests; give what the agent returns, or raise its earlier error."""
+        if self._ended.future.done():  # no refusal is its cause
+            return converted(self._ended.future, lambda returned: self._reward(returned.value))
         self._refuse()
         return self._deadlines.submit_async(self._at_limit)
 
@@ -238,6 +243,7 @@ class AgentEnv:
         """End the rollout; pending and later requests raise OverError."""
         self._endpoint.forget(self._address)
         self._refuse()
+        self._closed.succeed(None)
 
     def _refuse(self) -> None:
         with self._lock:

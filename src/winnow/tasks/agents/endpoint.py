@@ -6,8 +6,10 @@ parties cannot.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import secrets
 import select
 import socket
@@ -28,6 +30,8 @@ MAX_BODY_BYTES = 64 << 20
 """Largest request in bytes."""
 MAX_NAME = 64
 """Most characters of an agent's name."""
+MOST_FILES = 65_536
+"""Open files that are enough for all agents at once."""
 STALLED_S = 30
 """Seconds without a byte after which a connection is closed."""
 SHARED = "rollouts run at the same time and share os.environ and global clients"
@@ -97,6 +101,16 @@ def _closed(connection: socket.socket) -> bool:
         return True
 
 
+def allow_connections() -> None:
+    """Raise this process's limit of open files, usually 1,024: an agent that waits takes two, both ends of its
+    connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 Ask = Callable[..., Answer]
 """Passes a request to the policy, see `AgentEnv.ask`."""
 
@@ -109,6 +123,7 @@ class Endpoint(ThreadingHTTPServer):
     request_queue_size = 256
 
     def __init__(self) -> None:
+        allow_connections()
         super().__init__(("127.0.0.1", 0), _Request)
         self.asks: dict[str, Ask] = {}
         self._reached: set[str] = set()

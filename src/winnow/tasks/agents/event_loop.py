@@ -8,8 +8,10 @@ import time
 import warnings
 import weakref
 from collections.abc import Awaitable
+from concurrent.futures import Future
 from typing import Any
 
+from ...env.workers.calls import loop_in_thread
 from ...env.workers.functions import resolved
 
 BLOCKED_S = 1.0
@@ -33,8 +35,11 @@ class AgentLoop:
         self._blocked = False
         self._latest_start = 0.0
 
-    def run(self, value: Awaitable[Any]) -> Any:
-        """Return the result of an awaitable. Raises its error."""
+    def run(self, value: Awaitable[Any], over: Future[None], grace_s: float) -> Any:
+        """Return the result of an awaitable. Raises its error.
+
+        `over`: done when its rollout has ended; what still runs on the shared loop `grace_s` later is cancelled.
+        """
         if self._blocked:
             return asyncio.run(resolved(value))
         claim, started = threading.Lock(), threading.Event()
@@ -46,10 +51,17 @@ class AgentLoop:
                 return await resolved(value)
             return None
 
-        future = asyncio.run_coroutine_threadsafe(begun(), self._running())
+        loop = self._running()
+        future = asyncio.run_coroutine_threadsafe(begun(), loop)
         if not self._starts(started) and claim.acquire(blocking=False):
             self._give_up()
             return asyncio.run(resolved(value))
+
+        def cancel_later(_: Future[None]) -> None:
+            if not future.done():
+                loop.call_soon_threadsafe(loop.call_later, grace_s, future.cancel)
+
+        over.add_done_callback(cancel_later)
         return future.result()
 
     def _starts(self, started: threading.Event) -> bool:
@@ -66,8 +78,7 @@ class AgentLoop:
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = loop = asyncio.new_event_loop()
-                threading.Thread(target=loop.run_forever, name="winnow-agents", daemon=True).start()
+                self._loop = loop = loop_in_thread("winnow-agents")
                 weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
             return self._loop
 

@@ -7,18 +7,22 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...base.files import digest
 from ...base.machine import install
 from ...env.base import OneTurn, RewardFn, Task
+from ...env.workers.calls import loop_in_thread
 from ...types import Message, Prompt
 from .task import AgentTask
 
 NO_KEY = "WINNOW_ENDPOINT_KEY"
 """Environment variable for a key, which the address makes needless; verifiers sends `EMPTY` if it is unset."""
+
+END_S = 10.0
+"""Seconds that the environment's servers may take to end."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +142,24 @@ class Episodes:
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                loop, stop = asyncio.new_event_loop(), asyncio.Event()
-                threading.Thread(target=loop.run_forever, name="winnow-verifiers", daemon=True).start()
+                loop, stop = loop_in_thread("winnow-verifiers"), asyncio.Event()
                 ready: Future[None] = Future()
-                self._serving = asyncio.run_coroutine_threadsafe(_serve(self._env, ready, stop), loop)
-                ready.result()
+                serving = asyncio.run_coroutine_threadsafe(_serve(self._env, ready, stop), loop)
+                try:
+                    ready.result()
+                except BaseException:
+                    loop.call_soon_threadsafe(loop.stop)
+                    raise
                 self._loop = loop
-                weakref.finalize(self, loop.call_soon_threadsafe, stop.set)
+                weakref.finalize(self, _end, loop, stop, serving)
             return self._loop
+
+
+def _end(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, serving: Future[None]) -> None:
+    """Have the servers end, for which they get a while, then the loop."""
+    loop.call_soon_threadsafe(stop.set)
+    wait([serving], timeout=END_S)
+    loop.call_soon_threadsafe(loop.stop)
 
 
 async def _serve(env: Any, ready: Future[None], stop: asyncio.Event) -> None:

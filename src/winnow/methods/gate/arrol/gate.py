@@ -197,7 +197,7 @@ class ArrolGate(Gate):
             if decision is not None and has_score:
                 self._posterior.observe(evidence["score"], label, weight)
                 self._learn(evidence.get("hidden"), evidence.get("logp", 0.0), label, weight)
-                saved = weight * (1 - evidence["chance"]) * _sampled_after(rollout, decision)
+                saved = weight * (1 - decision.verdict.probability) * _sampled_after(rollout, decision)
                 self._realised.outcomes.append((evidence["q"], label, weight, saved))
                 scored.append((evidence["score"], label, weight))
         if scored:
