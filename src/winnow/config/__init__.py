@@ -28,6 +28,7 @@ from .options import (
     SaveDtype,
     SuccessConfig,
     TeacherConfig,
+    in_a_list,
     name_of,
     refuse_truths,
     success_section,
@@ -43,11 +44,7 @@ History = Literal["exact", "template"]
 Optim = Literal["adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "adafactor", "muon", "sgd"]
 
 
-def _in_a_list(given: Any) -> Any:
-    return [given] if isinstance(given, str) else given
-
-
-RewardNames = Annotated[list[str], BeforeValidator(_in_a_list, json_schema_input_type=str | list[str])]
+RewardNames = Annotated[list[str], BeforeValidator(in_a_list, json_schema_input_type=str | list[str])]
 """Names of reward functions and reward models; a single name needs no list."""
 
 
@@ -137,7 +134,7 @@ class RunConfig(BaseModel):
     selector: MethodSpec = "uniform"
     rollout_batch: MethodSpec = "exact"
     group_size: MethodSpec = "fixed"
-    gates: Annotated[list[MethodSpec], BeforeValidator(_in_a_list)] = []
+    gates: Annotated[list[MethodSpec], BeforeValidator(in_a_list)] = []
     audit: AuditConfig | None = None
     filter: MethodSpec | list[MethodSpec] = "keep_all"
     advantage: MethodSpec = "grpo"

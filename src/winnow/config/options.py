@@ -27,6 +27,11 @@ CHECKED = ConfigDict(extra="forbid")
 """Configuration of options whose fields carry their bounds: `@dataclass(frozen=True, config=CHECKED)` of pydantic."""
 
 
+def in_a_list(given: Any) -> Any:
+    """Return a single name in a list, anything else as it is."""
+    return [given] if isinstance(given, str) else given
+
+
 def _pairs(given: Any) -> Any:
     """Parse `a=1, b=x` into a mapping; return anything else unchanged."""
     if not isinstance(given, str):

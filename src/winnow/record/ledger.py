@@ -128,7 +128,7 @@ class Ledger:
             raise ValueError(f"{where}: a group without rollouts cannot be finished.")
         if len({row[1] for row in rows}) < len(rows):
             raise ValueError(f"{where}: the same sibling twice in {sorted(r.sibling for r in group.rollouts)}.")
-        rewards = [r.reward for r in group.siblings if r.reward is not None]
+        rewards = group.known_rewards()
         mean = math.fsum(rewards) / len(rewards) if rewards else None
         kind = _zero_variance(self.judge.kind(group))
         reason = next((r.reason for r in group.rollouts if r.fate == fate and r.reason), group.verdict.reason)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ..base.errors import ConfigError
-from ..config.options import CHECKED
+from ..config.options import CHECKED, in_a_list
 from ..engine.server.client import ServerError
 from ..engine.server.options import ServerOptions, connect
 from .base import PoolOptions, SamplerContext
@@ -19,17 +19,13 @@ from .processes import WEIGHTS, open_pipe
 from .weights import PublishedWeights
 
 
-def _in_a_list(given: Any) -> Any:
-    return [given] if isinstance(given, str) else given
-
-
 @dataclass(frozen=True, config=CHECKED)
 class Server(PoolOptions):
     """vLLM servers that you start yourself; they get new weights from files, also while rollouts run."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"asynchronous", "own_engine"})
 
-    url: Annotated[tuple[str, ...], BeforeValidator(_in_a_list, json_schema_input_type=str | list[str])] = ()
+    url: Annotated[tuple[str, ...], BeforeValidator(in_a_list, json_schema_input_type=str | list[str])] = ()
     """Address of each server, e.g. http://127.0.0.1:8000."""
     slots: PositiveInt = 256
     """Sequences that run at once on each server."""
