@@ -127,7 +127,7 @@ def cache_dir() -> Path:
     return Path(own or Path(shared or Path.home() / ".cache") / "winnow").resolve()
 
 
-OPTIONS = ("path", "test", "games", "data", "python", "profile")
+OPTIONS = ("path", "test", "games", "data", "python", "profile", "agent")
 """Method options that name files."""
 
 
@@ -172,6 +172,11 @@ def _changed(
     for key, its in (("model", change), ("reward_funcs", change), ("output_dir", output)):
         if result.get(key) is not None:
             result[key] = on_texts(result[key], its)
+    teacher = result.get("teacher")
+    if isinstance(teacher, Mapping) and not teacher.get("url"):  # of a server it is a name
+        result["teacher"] = {**teacher, "model": on_texts(teacher.get("model"), change)}
+    elif teacher is not None:
+        result["teacher"] = on_texts(teacher, change)
     return result | {key: _of_method(result[key], change) for key in methods if key in result}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..base.errors import ConfigError
 from ..base.weights import FiniteWeights, Weights, is_finite, specs_of, state_of, tied_names
 from ..env.chat import MARK
 
@@ -111,7 +112,24 @@ def end_where_rollouts_do(model: Any, tokenizer: Any) -> list[int]:
     if ends and ends != own:
         listed = [*(i for i in own if i in ends), *sorted(ends - own)]
         generation.eos_token_id = listed if len(listed) > 1 else listed[0]
+    _make_savable(generation)
     return sorted(ends)
+
+
+def _make_savable(generation: Any) -> None:
+    """Say of flags of sampling that they are meant: else transformers refuses to save them, after the training.
+
+    Raises ConfigError if something else is wrong with the config.
+    """
+    try:
+        generation.validate(strict=True)
+        return
+    except ValueError:
+        generation.do_sample = True
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        raise ConfigError(f"model: its generation_config cannot be saved: {error}; correct it") from None
 
 
 def _eos_ids(model: Any, *sources: Any) -> frozenset[int]:

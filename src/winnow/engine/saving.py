@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..base.errors import ConfigError
+from ..base.files import bytes_of, from_json
 from ..base.weights import state_once
 from ..config.options import SaveDtype
 from .loading import whole_under
@@ -36,7 +37,10 @@ def types_of(source: str | Path) -> dict[str, SaveDtype]:
     """Return the dtypes of a model's files (an adapter's base); empty if damaged, which loading reports."""
     config = file_of(whole_under(source), "config.json")
     types: dict[str, SaveDtype] = {}
-    for file in sorted(config.parent.glob("*.safetensors")) if config else []:
+    files = sorted(config.parent.glob("*.safetensors")) if config else []
+    if config is not None and not files:  # of a hub, whose weights are fetched later
+        return _type_in(config)
+    for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
@@ -44,6 +48,17 @@ def types_of(source: str | Path) -> dict[str, SaveDtype]:
             return {}
         types |= {name: DTYPES_IN_FILES[kind] for name, kind in kinds.items() if kind in DTYPES_IN_FILES}
     return brief(types)
+
+
+def _type_in(config: Path) -> dict[str, SaveDtype]:
+    """Return the dtype that a config names for all weights, if it does."""
+    try:
+        content = from_json(bytes_of(config))
+    except (OSError, ValueError):
+        return {}
+    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
+    kind = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)), "")
+    return {"*": kind} if kind in SAVE_DTYPES.values() else {}
 
 
 def types_in(model: torch.nn.Module) -> dict[str, SaveDtype]:

@@ -59,6 +59,8 @@ class Sequences:
                 check_request(request, self.facts.vocab_size, self.facts.max_length)
                 checked = what  # siblings ask for the same
             new[request.id] = request
+        if not self.waiting and not self.table.n:
+            self._stops.forget()
         for request in new.values():
             self._stops.add(request.params.stop)
         self.waiting.update(new)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+MOST = 64
+"""Sets of stop strings that an idle engine keeps."""
 SLACK = 8
 """Extra tokens decoded before the longest stop string, so that no cut character or stripped space is at its edge."""
 
@@ -48,6 +50,14 @@ class StopTable:
         self._stops.append(stops)
         self._sets[stops] = len(self._sets)
         return self._sets[stops]
+
+    def forget(self) -> None:
+        """Drop sets of stop strings of an idle engine, if there are many: agents may send a new one each time."""
+        if len(self._stops) > MOST:
+            self._sets.clear()
+            self._stops.clear()
+            self.alert = self.alert[:0]
+            self.add(())
 
     def completed(self, stop_set: int, token_ids: np.ndarray) -> bool:
         """Return whether the last of `token_ids` (all sampled so far) completed a stop string."""

@@ -7,6 +7,7 @@ mathematics, `winnow.env.rewards.math` compares answers by value.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ from .rewards.math import last_boxed
 from .row_files import DataError, Row
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+_BARE = re.compile(r"\\boxed\s+([^\s${}][^${}]*)\$")
+r"""`$\boxed 2$`, as in two rows of MATH."""
 
 Values = dict[str, Any]
 
@@ -28,7 +32,9 @@ def _gsm8k(row: Row) -> Values:
 
 
 def _math(row: Row) -> Values:
-    gold = last_boxed(_text(row, "solution"))
+    solution = _text(row, "solution").replace("\\fbox{", "\\boxed{")
+    bare = _BARE.findall(solution)
+    gold = last_boxed(solution) or (bare[-1].strip() if bare else "")
     if not gold:
         raise DataError(f"{row.where}: 'solution' has no \\boxed{{...}} answer; is this MATH?")
     return row.values | {"prompt": _ask(_text(row, "problem") + BOXED), "ground_truth": gold}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import glob, has_magic
 from itertools import chain, count, cycle, repeat
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..base.dotted import nearest
 from ..base.machine import install
@@ -137,12 +140,21 @@ def _one_by_one(data: Any) -> Iterator[Any]:
     """Yield the rows; for a table without making objects of all of them at once."""
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
         for start in range(0, len(data), BATCH):
-            yield from data.iloc[start : start + BATCH].to_dict("records")
+            for values in data.iloc[start : start + BATCH].to_dict("records"):
+                yield {name: _of_cell(value) for name, value in values.items()}
     elif hasattr(data, "to_batches") and hasattr(data, "to_pylist"):
         for batch in data.to_batches(BATCH):
             yield from batch.to_pylist()
     else:
         yield from data
+
+
+def _of_cell(value: Any) -> Any:
+    """Return None for what pandas has for a missing value (NaN, NaT, NA), a list for an array of objects."""
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return value.tolist()
+    missing = type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value))
+    return None if missing else value
 
 
 def _endless(data: Any, name: str) -> DataError:

@@ -35,7 +35,16 @@ def open_account(c: RunConfig, methods: Methods, mark: Mapping[str, Any] | None,
         ledger.set_meta("max_lag", "0")
         ledger.set_meta("success", str(methods.judge.success))
         ledger.set_meta("finished", "false")
+        ledger.set_meta("hosted", "true")
     return ledger
+
+
+def keep_from_uploads(run_dir: Path) -> None:
+    """Name the account in the .gitignore of the host's folder, which the hub respects: `push_to_hub` takes it all."""
+    file, line = run_dir.parent / ".gitignore", f"{run_dir.name}/"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    if line not in lines:
+        file.write_text("".join(f"{each}\n" for each in (*lines, line)), encoding="utf-8")
 
 
 def require_ledger(run_dir: Path, of: object, instead: str) -> None:

@@ -53,10 +53,12 @@ def env_reward(completions: Sequence[Any], env_reward: Sequence[float | None], *
     return list(env_reward)
 
 
-def _require_env_reward(task: Task, reward_funcs: Any) -> None:
+def _require_env_reward(task: Task, reward_funcs: Any, eval_dataset: Any) -> None:
     given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     if getattr(task, "rewards_itself", False) and env_reward not in given:
         raise ConfigError(f"reward_funcs: the environments of {task.name} give a reward that is lost; add env_reward")
+    if env_reward in given and eval_dataset is not None:
+        raise ConfigError("eval_dataset: TRL evaluates without environments, which give env_reward; leave it out")
 
 
 def _with_prompts(task: Task, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
         given = None if env is None else build_task(env)
         if given is not None:
             kwargs = _with_prompts(given, kwargs)
-            _require_env_reward(given, kwargs.get("reward_funcs"))
+            _require_env_reward(given, kwargs.get("reward_funcs"), kwargs.get("eval_dataset"))
         super().__init__(**kwargs)
         if methods["gates"] or given is not None:
             methods["engine"] = methods["engine"] or "local"
@@ -237,8 +239,8 @@ class WinnowGRPOTrainer(GRPOTrainer):
         return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)  # adds TRL's own metrics
         self._winnow.logged(logs)
-        super().log(logs, start_time)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

@@ -161,3 +161,8 @@ def _of_own_advantages(trainer: Any, c: RunConfig, m: Methods, own_advantages: b
             "scale_rewards: batch would divide each round of a refill by the deviation of that round; set refill: "
             "false, or an advantage of Winnow, e.g. 'reinforce_pp' without filter"
         )
+    elif trainer.scale_rewards == "batch" and m.group_size.largest != m.group_size.smallest and not own_advantages:
+        yield (
+            "scale_rewards: batch would divide groups of each size by the deviation of those alone; use group_size: "
+            "fixed, or leave it out"
+        )

@@ -117,12 +117,15 @@ class _ScoredByTrl:
 def check_engine(trainer: Any) -> None:
     """Raise ConfigError, with the remedy, on features of TRL's generation that Winnow's engine does not have."""
     args = trainer.args
+    adapters = getattr(TrlModel(trainer).model, "peft_config", {}).values()
+    dora = any(getattr(adapter, "use_dora", False) for adapter in adapters)
     refused = {
         "use_vllm": (args.use_vllm, "TRL's vLLM cannot run gates during a sequence; set engine='vllm' instead"),
         "tools": (bool(trainer.tools), "give the task as env=..."),
         "environment_factory": (trainer.environment_factories is not None, "give the task as env=..."),
         "rollout_func": (trainer.rollout_func is not None, "the engine is the rollout function; remove one of them"),
         "repetition_penalty": (args.repetition_penalty != 1.0, "TRL's log-probabilities ignore it; leave it out"),
+        "peft_config": (dora, "the engine would lack DoRA's magnitudes; set use_dora=False"),
         "generation_kwargs": (bool(args.generation_kwargs), "the engine takes temperature, top_p, top_k and min_p"),
     }
     for name, (given, remedy) in refused.items():

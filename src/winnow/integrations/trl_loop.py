@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -27,7 +28,7 @@ from ..run.build_methods import build_collector, step_options
 from ..run.checkpoint import load_state_in_trl, refuse_used_directory, understood
 from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
-from .hosted import open_account, require_ledger, require_unchanged
+from .hosted import keep_from_uploads, open_account, require_ledger, require_unchanged
 from .trl_batch import Tensors, batch_of, widened
 from .trl_config import ENDLESS, methods_of
 from .trl_engine import NO_REWARD, EngineInTrl, RollOut, TrlSampler
@@ -99,7 +100,9 @@ class LoopInTrl:
     def logged(self, logs: Mapping[str, float]) -> None:
         """Record TRL's log of an optimizer step."""
         if "loss" in logs:  # else an evaluation or the end of training
-            self._logs = {key: float(logs[key]) for key in ("loss", "grad_norm", "entropy", "kl") if key in logs}
+            found = {key: logs.get(key) for key in ("loss", "grad_norm", "entropy", "kl")}
+            # A step that a loss scale skipped has no finite norm.
+            self._logs = {k: float(value) for k, value in found.items() if value is not None and math.isfinite(value)}
 
     def finish(self) -> None:
         """Book the last batch, which has been trained, and close the ledger."""
@@ -129,6 +132,8 @@ class LoopInTrl:
             self._records.close()
             self._ledger.close()
             self._collector, self._batch = None, None
+            self._trained, self._logs = set(), {}
+            self._sampler.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of TRL's holds for a resume, as JSON values: loop, ledger and files up to this step.
@@ -176,6 +181,7 @@ class LoopInTrl:
         c, m, state, _ = self.config, self._methods, self._resumed, self._code
         mark, step = (None, 0) if state is None else (state["ledger"], state["loop"]["step"])
         self._ledger = ledger = open_account(c, m, mark, step)
+        keep_from_uploads(self.run_dir)
         offsets, turns = (state or {}).get("offsets"), self._task.max_turns
         self._records = Records(self.run_dir, c, offsets, max_turns=turns, tokenizer=self._trainer._tokenizer)
         if self._changed:
@@ -205,13 +211,15 @@ class LoopInTrl:
     def _publish(self) -> None:
         self._sampler.publish(rules_of(self._methods.gates, self._methods.audits), self._step)
 
-    def _record(self, metrics: dict[str, float], groups: list[Group]) -> None:
+    def _record(self, metrics: dict[str, float], groups: list[Group], logs: Mapping[str, float]) -> None:
         self._records.metrics(metrics)
         self._records.samples(self._step, groups, "train")
         self._records.signals(groups, self._methods.judge)
         logged = self._trainer._metrics["train"]  # with the next of TRL's logs they go to its trackers
         for name, value in metrics.items():
-            if name not in (*self._logs, "step"):
+            if name.startswith("num_") or name == "seconds_total":  # totals, of which TRL would log a mean
+                logged[f"winnow/{name}"] = [value]
+            elif name not in (*logs, "step"):
                 logged[f"winnow/{name}"].append(value)
 
     def _complete(self) -> None:
@@ -224,7 +232,8 @@ class LoopInTrl:
                 rollout.fate, rollout.reason = Fate.SURPLUS, "training ended before its optimizer step"
         updated = float(bool(batch.groups and self._trained))
         self._trained = set()
-        update = self._logs | (self.scaling.metrics if updated else {}) | {"updated": updated}
+        logs, self._logs = self._logs, {}  # TRL does not log every step
+        update = logs | (self.scaling.metrics if updated else {}) | {"updated": updated}
         with collector.clock.phase("record"):
             collector.trained(self._step, batch, update)
         self._step += 1
@@ -232,7 +241,7 @@ class LoopInTrl:
             self._publish()
         metrics = collector.end_step(self._step - 1, batch.groups, update)
         with collector.clock.phase("record"):
-            self._record(metrics, batch.finished)
+            self._record(metrics, batch.finished, logs)
         for message in collector.warnings(batch.finished):
             self._warn(message)
         self._sampler.forget()

@@ -87,8 +87,8 @@ class Ledger:
         self.close()
 
     def get_meta(self, key: str) -> str | None:
-        """Return a string about the run, if it is known: `max_lag`, `success`, `saved`, `finished` ("true"), and
-        `fingerprints` (JSON)."""
+        """Return a string about the run, if it is known: `max_lag`, `success`, `saved`, `finished` ("true"),
+        `hosted` ("true": a run inside TRL or verl), and `fingerprints` (JSON)."""
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return None if row is None else row[0]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..base.seconds import Seconds
@@ -58,6 +58,8 @@ class RolloutRunner:
         self._answers = Answers()
         self._rules = ActiveRules(rules, engine, task, tokenizer)
         self.seconds = Seconds("rewards", "environments")
+        self.waits: Callable[[], None] = lambda: None
+        """Called every `PATIENCE_S` while rewards are waited for."""
 
     def spent(self) -> dict[str, float]:
         """Return seconds by what they were spent on since the last call, those of the engine included."""
@@ -180,7 +182,8 @@ class RolloutRunner:
         """Wait until a group is scored; return False where its rewards may wait for a rollout that still runs."""
         while not flight.scored:
             if not self._answers.pending:
-                self._scores(wait=True)
+                self._scores(wait=True, timeout_s=PATIENCE_S)
+                self.waits()
             elif not self._answers.in_order:
                 return False
             elif not self._scores(wait=True, timeout_s=PATIENCE_S):

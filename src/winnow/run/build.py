@@ -326,9 +326,11 @@ def check_adapters(r: Resolved) -> None:
     if c.lora is None or c.lora.merge:
         return
     if "adapters" not in getattr(r.engine, "provides", ()):
+        taker, other = f"engine: {name_of(c.engine)}", ", or engine: vllm"
+        if r.options.engine_of(0) is not None:
+            taker, other = f"sync: {name_of(c.sync)}", ""
         raise ConfigError(
-            f"lora: merge: false publishes adapters alone, and engine: {name_of(c.engine)} takes whole weights; set "
-            "lora.merge: true, or engine: vllm"
+            f"lora: merge: false publishes adapters alone, and {taker} takes whole weights; set lora.merge: true{other}"
         )
     special = sorted(key for key in TRAINED - PLAINLY if adapter is not None and adapter.settings.get(key))
     if special:

@@ -67,9 +67,9 @@ class TrainerState:
 
         Raises ConfigError at the start of a run if the evaluation does not have that metric.
         """
-        if c.metric_for_best_model is None:
+        name = best_name(c)
+        if name is None:
             return
-        name = f"eval_{c.metric_for_best_model.removeprefix('eval_').removeprefix('eval/')}"
         names = trl_names(metrics)
         if name not in names:
             if self.global_step == 0:
@@ -328,6 +328,7 @@ def _named(c: RunConfig) -> dict[str, Any]:
         "bf16": c.dtype == "bfloat16",
         "fp16": c.dtype == "float16",
         "greater_is_better": better_if_greater(c),
+        "metric_for_best_model": best_name(c),
         "world_size": 1,
         "process_index": 0,
         "local_process_index": 0,
@@ -335,6 +336,12 @@ def _named(c: RunConfig) -> dict[str, Any]:
         "should_log": True,
         "should_save": True,
     }
+
+
+def best_name(c: RunConfig) -> str | None:
+    """Return `metric_for_best_model` as transformers names it."""
+    name = c.metric_for_best_model
+    return None if name is None else f"eval_{name.removeprefix('eval_').removeprefix('eval/')}"
 
 
 def better_if_greater(c: RunConfig) -> bool:

@@ -246,18 +246,18 @@ def verify(directory: Path) -> None:
 def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     """Return the ledger's marks of points that this run can resume from, by name: its start, its newest checkpoint.
 
-    Includes those of a run inside TRL. If a run in progress removes a checkpoint, the next one's mark applies. Raises
-    CheckpointError naming an existing file that cannot be read.
+    Includes those of a run inside TRL, whose checkpoints are beside `run_dir`. If a run in progress removes a
+    checkpoint, the next one's mark applies. Raises CheckpointError naming an existing file that cannot be read.
     """
     saved = [run_dir / "checkpoints" / _name(step) / STATE for step in steps(run_dir)[-1:]]
-    of_trl = sorted(
-        run_dir.glob(f"checkpoint-[0-9]*/{TRL_STATE}"), key=lambda path: int(path.parent.name.rpartition("-")[2])
-    )
+    folder = run_dir.resolve()
+    beside = folder.parent.glob(f"checkpoint-[0-9]*/{TRL_STATE}") if folder.name == "winnow" else ()
+    of_trl = sorted(beside, key=lambda path: path.stat().st_mtime)  # a resume from an older one leaves later ones
     by_file = {}
     for path in (run_dir / START, *saved, *of_trl[-1:]):
         try:
             values = from_json(bytes_of(path))
-            by_file[str(path.relative_to(run_dir))] = values if path.name == START else dict(values["ledger"])
+            by_file[os.path.relpath(path, run_dir)] = values if path.name == START else dict(values["ledger"])
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -20,7 +20,7 @@ from ..engine.initial_model import InitialModel
 from ..engine.vllm.options import ALONE, SHARED
 from ..sampler import Processes
 from ..sampler.base import PoolOptions
-from .budget import AT_LEAST, AT_MOST, GIB, Budget, Shapes, engine_bytes
+from .budget import AT_LEAST, AT_MOST, GIB, HALF, Budget, Shapes, engine_bytes
 from .resolved import AUTO, Machine, Options, Resolved
 
 PAYS_FROM = 10_000_000
@@ -66,6 +66,8 @@ def resolve(
         dtype, why["dtype"] = preferred, why_preferred
     if engine_follows and dtype == "bfloat16" and _may_round(options, engine):
         spec, engine = section_of(spec) | {"dtype": dtype}, replace(engine, dtype=dtype)
+    if not resumed and (given := _dtype_given(engine, model)) is not None:
+        spec, engine = section_of(spec) | {"dtype": given}, replace(engine, dtype=given)
 
     threads = c.threads
     if threads == "auto":
@@ -214,6 +216,16 @@ def _may_round(options: Options, engine: Any) -> bool:
     """Whether the embedded engine may compute in bfloat16: its type is not set, and the loss weights tokens by the
     ratio of the learner's probability to the engine's. vLLM uses the saved model's dtype by default."""
     return isinstance(engine, LocalOptions) and engine.dtype is None and not options.uncorrected
+
+
+def _dtype_given(engine: Any, model: InitialModel) -> str | None:
+    """Return the 16-bit dtype in which vLLM computes for an object or adapter that has it, else None: these are loaded,
+    and handed on, in float32."""
+    by_name = model.model is None and model.adapter is None
+    if not isinstance(engine, VllmOptions) or engine.dtype is not None or by_name:
+        return None
+    kind = str(model.meta_model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    return kind if kind in HALF else None
 
 
 # ---------------------------------------------------------------- type and threads

@@ -78,6 +78,7 @@ class Server:
         self.rule_types = rule_types(c, methods)
         self._reply, self._read = reply, read
         self._reported, self._idle_s, self._tokens = time.monotonic(), 0.0, 0
+        self.runner.waits = self._alive_if_due  # slow rewards are no stuck sampler
         for name, mine in fingerprints(self.task, tokenizer).items():
             if start["fingerprints"][name] != mine:
                 raise ConfigError(f"{name}: has changed since the learner started; restore it, and resume the run")
@@ -104,8 +105,10 @@ class Server:
                 self._tokens += sum(int(r.action_mask.sum()) for group in groups for r in group.rollouts)
                 for group in groups:
                     self._reply({"group": group_state(group)})
-            if groups or time.monotonic() - self._reported >= HEARTBEAT_S:
+            if groups:
                 self._alive()
+            else:
+                self._alive_if_due()
 
     def _take(self, inbox: queue.SimpleQueue[dict[str, Any]], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return `messages` and all pending ones; wait when idle. Loads only the newest weights."""
@@ -136,6 +139,10 @@ class Server:
         dtype = str(getattr(self.engine, "dtype", "unknown"))
         self._reply({"loaded": message["version"], "dtype": dtype, "metrics": self.rewarder.pop_metrics()})
         self._alive()
+
+    def _alive_if_due(self) -> None:
+        if time.monotonic() - self._reported >= HEARTBEAT_S:
+            self._alive()
 
     def _alive(self) -> None:
         """Report what was spent since the last report."""

@@ -345,7 +345,7 @@ class Session:
         self.ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
 
     def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        metrics |= self.parts.rewarder.pop_metrics()
+        metrics |= self.parts.rewarder.pop_metrics(metrics)
         self._at(step)
         self._records.metrics(metrics)
         self._records.samples(step, groups, "train")

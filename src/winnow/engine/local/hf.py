@@ -47,6 +47,15 @@ def refuse_unsupported(model: Any, max_length: int | None) -> None:
                 f"set the engine's max_length (engine.max_length in a configuration) to at most {window}; "
                 f"it is {max_length}"
             )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(each for each in rope.values() if isinstance(each, dict))):
+        switch = part.get("original_max_position_embeddings") if part.get("rope_type") == "longrope" else None
+        if switch is not None and (max_length is None or max_length > switch):
+            raise ValueError(
+                f"{name} has other position embeddings in a pass with a sequence of over {switch} tokens (longrope), "
+                "and the embedded engine decodes sequences of different lengths together; set the engine's max_length "
+                f"(engine.max_length in a configuration) to at most {switch}; it is {max_length}"
+            )
 
 
 class _SlotLayer(CacheLayerMixin):

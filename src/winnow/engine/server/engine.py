@@ -227,6 +227,9 @@ class ServerEngine:
         if self._label:
             body["cache_salt"] = self._label  # else its prompt would take keys and values of earlier weights
         self._sent.add(call)
+        if call not in self._calls:  # cancelled meanwhile
+            self._sent.discard(call)
+            return Arrived(call, version, 0.0, None)
         try:
             outcome = self._client.post("/inference/v1/generate", body, CALL_S)
         except Exception as error:  # raised by the next step

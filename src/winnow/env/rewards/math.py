@@ -19,6 +19,7 @@ GOLD_COLUMNS = ("ground_truth", "answer", "solution")
 """Columns that may hold the reference answer, in this order; then `reward_model`."""
 
 _LINE = re.compile(r"(?:^|\n)[ \t>*]*(?:final )?answer[ \t*]*:[ \t*]*([^\n]+)", re.IGNORECASE)
+_BOLD = re.compile(r"^\*\*\s*|\s*\*\*(?=[.!]?$)")
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -45,7 +46,7 @@ def final_answer(text: str) -> str | None:
     boxed = last_boxed(text)
     if boxed is not None:
         answers.append((text.rindex("\\boxed{" + boxed), boxed))
-    return max(answers)[1].strip() if answers else None
+    return _BOLD.sub("", max(answers)[1].strip()) if answers else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -77,7 +78,7 @@ def _reference(text: str) -> str:
 
 
 def _plain(answer: str) -> str:
-    return _THOUSANDS.sub("", answer.strip().strip("$.").replace(" ", ""))
+    return _THOUSANDS.sub("", answer.strip().lstrip("$").rstrip("$.")).replace(" ", "")
 
 
 def _boxed(answer: str) -> str:

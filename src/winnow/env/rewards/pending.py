@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...types import Group, Rollout
-from ..workers.functions import RewardLogs
+from ..workers.functions import FAILED, RewardLogs
+from ..workers.worker import WorkerError
 from .pooled import Arguments
 from .scores import Outcome, read_score, read_scores
 
@@ -53,7 +54,14 @@ class PendingRewards:
         if self.function.target is None or isinstance(result, Exception):
             return read_scores(result, n)
         self.logs.metrics, self.logs.extra = result["metrics"], result["extra"]
-        return read_scores(result["value"], n)
+        value = result["value"]
+        if isinstance(value, list):
+            value = [_failed(v[FAILED]) if isinstance(v, dict) and v.keys() == {FAILED} else v for v in value]
+        return read_scores(value, n)
+
+
+def _failed(cause: Any) -> WorkerError:
+    return WorkerError("raised", str(cause))
 
 
 @dataclass(eq=False)

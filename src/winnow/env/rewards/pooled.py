@@ -56,7 +56,7 @@ def arguments_each(
 
 def completion_text(completion: Any) -> str:
     """Return a completion as text: itself, or the assistant's last message."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+    return completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
 
 
 def gold_text(value: Any) -> str:

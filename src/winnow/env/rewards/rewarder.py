@@ -194,12 +194,16 @@ class Rewarder:
             self._warned.add(name)
             warnings.warn(f"reward {name}: {NO_SIGNALS}", stacklevel=3)
 
-    def pop_metrics(self) -> dict[str, float]:
-        """Return means of the values logged with `log_metric` since the last call."""
+    def pop_metrics(self, taken: Collection[str] = ()) -> dict[str, float]:
+        """Return means of the values logged with `log_metric` since the last call; those with `taken` names are left
+        out, with a warning."""
         logged, self._metrics = self._metrics, []
         values: dict[str, list[float]] = {}
+        for name in {name for name, _ in logged} & set(taken):
+            warnings.warn(f"log_metric: '{name}' is a metric of the run, so it is left out; rename it", stacklevel=2)
         for name, value in logged:
-            values.setdefault(name, []).append(value)
+            if name not in taken and abs(value) <= MAX_REWARD:  # not NaN, as a mean of nothing is: see `Records.write`
+                values.setdefault(name, []).append(value)
         return {name: sum(v) / len(v) for name, v in values.items()}
 
     def close(self) -> None:
@@ -306,7 +310,7 @@ class Rewarder:
         by_rollout: dict[int, list[Outcome]] = {id(rollout): [] for rollout in work.rollouts}
         for pending in work.pending:
             outcomes = pending.outcomes()
-            if not pending.rollouts[0].greedy:
+            if work.group.purpose == "train" and not pending.rollouts[0].greedy:
                 self._metrics.extend((name, value) for name, value in pending.logs.metrics)
             for column, values in pending.logs.extra.items():
                 for rollout, value in zip(pending.rollouts, values, strict=True):

@@ -116,4 +116,4 @@ def _installation(python: str) -> list[str]:
         timeout=60,
         check=True,
     )
-    return [path for path in dict.fromkeys(paths.stdout.split("\n")) if path and not path.startswith("/usr/")]
+    return [path for path in dict.fromkeys(paths.stdout.split("\n")) if path and not f"{path}/".startswith("/usr/")]

@@ -26,9 +26,13 @@ class Cage:
 
     def __init__(self, shown: Sequence[str] = (), python: str = sys.executable) -> None:
         paths = [os.path.abspath(path) for path in (*sys.path, os.getcwd(), *shown) if os.path.exists(path)]
-        shown = [path for path in dict.fromkeys(paths) if not Path(path).is_relative_to("/usr")]
+        places = {path: Path(path) for path in paths}  # of /usr, all but /usr/local is shown anyway
+        shown = [
+            path for path, at in places.items() if not at.is_relative_to("/usr") or at.is_relative_to("/usr/local")
+        ]
+        home = Path(os.path.realpath(os.path.expanduser("~")))
         for path in shown:
-            if path in (os.path.expanduser("~"), "/"):
+            if home.is_relative_to(os.path.realpath(path)):
                 raise SandboxError(
                     f"reward_sandbox: Python imports from {path}, and everything there would be shown; start from a "
                     "directory of its own, and unset PYTHONPATH"

@@ -65,6 +65,10 @@ def inspect_function(target: str) -> dict[str, Any]:
     return known | {"compares": compares_siblings(function)}
 
 
+FAILED = "winnow_failed"
+"""Key under which a worker passes on that a value of a list is an exception."""
+
+
 def call_function(target: str, kwargs: dict[str, Any], n: int, loggers: Sequence[str] = ()) -> dict[str, Any]:
     """Call a function by name for `n` rollouts in this process; return `{value, metrics, extra}`, with its logs."""
     logs = RewardLogs(n)
@@ -72,6 +76,8 @@ def call_function(target: str, kwargs: dict[str, Any], n: int, loggers: Sequence
         kwargs = kwargs | {"trainer_state": SimpleNamespace(**kwargs["trainer_state"])}
     kwargs = kwargs | {name: getattr(logs, name) for name in loggers}
     value = awaited(load_function(target)(**kwargs))
+    if isinstance(value, list | tuple):
+        value = [{FAILED: describe_error(v)} if isinstance(v, Exception) else v for v in value]
     return {"value": value, "metrics": logs.metrics, "extra": logs.extra}
 
 

@@ -1,0 +1,90 @@
+"""What a run inside TRL records of TRL's own logs, what it uploads, and what of its account can be checked."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from winnow import ConfigError, Trainer
+from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
+from winnow.record.ledger import Ledger
+from winnow.run.checkpoint import marks
+
+from ..builders.trl_runs import arguments, data, metrics, settings  # noqa: F401
+
+
+def test_values_of_trls_logs_are_those_of_their_step(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """TRL logs every `logging_steps`; other steps have no loss, and none has that of an earlier one."""
+    args = settings(tmp_path / "out", max_steps=6, logging_steps=2, beta=0.1)
+    trainer = WinnowGRPOTrainer(**arguments | {"args": args})
+    trainer.train()
+    rows = {row["step"]: row for row in metrics(tmp_path / "out")}
+    logs = {row["step"]: row for row in trainer.state.log_history if "loss" in row}
+    assert [step for step, row in rows.items() if "loss" in row] == [*logs] == [2, 4, 6]
+    for step, row in logs.items():
+        for name in ("loss", "grad_norm", "entropy", "kl"):
+            assert rows[step][name] == row[name]
+    assert logs[4]["winnow/num_tokens"] == rows[3]["num_tokens"]  # the last that was booked, no mean
+
+
+def test_a_step_that_a_loss_scale_skipped_ends_no_run(arguments: dict[str, Any], tmp_path: Path) -> None:
+    class Overflowing(WinnowGRPOTrainer):
+        steps = 0
+
+        def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            return torch.tensor(float("inf")) if self.steps == 1 else super()._get_grad_norm(*args, **kwargs)
+
+    Overflowing(**arguments | {"args": settings(tmp_path / "out", max_steps=3)}).train()
+    assert ["grad_norm" in row for row in metrics(tmp_path / "out")] == [False, True, True]
+
+
+def test_uploads_leave_the_account_out(arguments: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".gitignore").write_text("*.log\n")
+    WinnowGRPOTrainer(**arguments).train()
+    assert (tmp_path / "out" / ".gitignore").read_text() == "*.log\nwinnow/\n"
+
+
+def test_an_account_is_compared_with_trls_checkpoints(arguments: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "out" / "winnow"
+
+    class Copying(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+                    ledger._db.execute("VACUUM INTO ?", (str(tmp_path / "earlier.sqlite"),))
+
+    args = settings(tmp_path / "out", save_strategy="steps", save_steps=2)
+    WinnowGRPOTrainer(**arguments | {"args": args}, callbacks=[Copying()]).train()
+    assert [*marks(run)] == ["../checkpoint-4/winnow.json"]
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        assert ledger.verify(marks(run)).ok
+    for file in run.glob("ledger.sqlite*"):
+        file.unlink()
+    shutil.copy(tmp_path / "earlier.sqlite", run / "ledger.sqlite")
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        assert not ledger.verify(marks(run)).ok
+    with pytest.raises(ConfigError, match="is the account of a run inside TRL or verl"):
+        Trainer.resume(run, env="countdown")
+
+
+def test_what_would_be_wrong_is_refused(arguments: dict[str, Any], tmp_path: Path) -> None:
+    dora = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(ConfigError, match=r"peft_config: .*use_dora=False"):
+        WinnowGRPOTrainer(**arguments, engine="local", peft_config=dora)
+    args = settings(tmp_path / "out", scale_rewards="batch")
+    with pytest.raises(ConfigError, match="scale_rewards: batch would divide groups of each size"):
+        WinnowGRPOTrainer(**arguments | {"args": args}, group_size="allocate")
+    rows = arguments.pop("train_dataset")
+    with pytest.raises(ConfigError, match="eval_dataset: TRL evaluates without environments"):
+        WinnowGRPOTrainer(**arguments | {"reward_funcs": env_reward}, env="countdown", eval_dataset=rows)

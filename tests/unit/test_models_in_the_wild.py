@@ -1,0 +1,97 @@
+"""Models as they are published: configs that cannot be saved, types, position embeddings, adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
+
+from winnow import ConfigError
+from winnow.config import validate
+from winnow.engine import LocalEngine
+from winnow.engine.initial_model import InitialModel
+from winnow.engine.saving import types_of
+from winnow.engine.stops import MOST, StopTable
+
+from ..builders.resolving import resolved
+from ..builders.tokenizers import chat_model, chat_tokenizer
+from .test_auto_settings import config, large
+from .test_ends import EOS, TURN, ends_in, trainer
+
+__all__ = ["chat_model"]
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_flags_of_sampling_end_no_run_at_its_first_save(tmp_path: Path, chat_model: Path, lora: Any) -> None:
+    """transformers reads such a file, and refuses to write it once anything has changed."""
+    file = chat_model / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": EOS, "temperature": 0.6, "top_p": 0.9}))
+    trainer(tmp_path / "run", str(chat_model), lora=lora).train()
+    assert ends_in(tmp_path / "run" / "model") == [EOS, TURN]
+    saved = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    assert (saved["do_sample"], saved["temperature"], saved["top_p"]) == (True, 0.6, 0.9)
+
+
+def test_what_cannot_be_saved_is_refused_at_the_start(tmp_path: Path, chat_model: Path) -> None:
+    (chat_model / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "num_return_sequences": 3}))
+    with pytest.raises(ConfigError, match="model: its generation_config cannot be saved"):
+        trainer(tmp_path / "run", str(chat_model))
+
+
+def test_a_switch_of_position_embeddings_is_not_reached() -> None:
+    """longrope: the longest sequence of a pass decides about all of them."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 8, "rope_theta": 10_000.0, **factors}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    tokenizer = chat_tokenizer()
+    c = Phi3Config(
+        vocab_size=len(tokenizer), max_position_embeddings=64, original_max_position_embeddings=8, rope_parameters=rope,
+        pad_token_id=0, eos_token_id=0, bos_token_id=0, **sizes,
+    )  # fmt: skip
+    model = Phi3ForCausalLM(c)
+    with pytest.raises(ValueError, match=r"over 8 tokens \(longrope\).* max_length .* to at most 8; it is 32"):
+        LocalEngine(model, tokenizer, max_length=32)
+    LocalEngine(model, tokenizer, max_length=8)
+
+
+def test_an_object_with_tuned_tokens_is_taken_apart(tiny_model: Path, tiny_config: dict[str, Any]) -> None:
+    """Its wrapper holds layers of adapters, which go with it."""
+    options = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[3, 4], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), options)
+    base, adapter = InitialModel.from_config(validate(tiny_config | {"lora": {"resume": True}}), model).load()
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert adapter is not None
+    assert base.state_dict().keys() == plain.state_dict().keys()
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(base(ids).logits, plain(ids).logits)
+
+
+def test_the_type_of_a_model_whose_weights_are_not_there_yet(tmp_path: Path) -> None:
+    """Of a hub the config comes first."""
+    for content in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert types_of(tmp_path) == {"*": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float8"}))
+    assert types_of(tmp_path) == {}
+
+
+def test_vllm_computes_an_object_in_its_own_type() -> None:
+    for dtype, own in ((torch.bfloat16, "bfloat16"), (torch.float32, None)):
+        start = InitialModel(source="given", model=large().to(dtype))
+        assert resolved(config(engine="vllm"), start).engine.dtype == own
+    start = InitialModel(source="given", model=large().to(torch.bfloat16))
+    assert resolved(config(engine={"name": "vllm", "dtype": "float32"}), start).engine.dtype == "float32"
+
+
+def test_stop_strings_of_requests_are_forgotten() -> None:
+    table = StopTable(chat_tokenizer(), 259, frozenset({0}))
+    for number in range(3 * MOST):
+        table.forget()
+        table.add((f"stop {number}",))
+    assert len(table.alert) <= MOST + 2
+    assert table.add((f"stop {3 * MOST - 1}",)) == len(table.alert) - 1

@@ -1,0 +1,141 @@
+"""What users of data, rewards and commands met after the first days."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from winnow import ConfigError, Trainer
+from winnow.config import read_settings, validate
+from winnow.env.presets import PRESETS
+from winnow.env.rewards.math import gold_answer
+from winnow.env.rewards.pooled import completion_text
+from winnow.env.row_files import DataError, Row
+from winnow.env.rows import rows_of
+from winnow.env.workers import bubblewrap, bwrap_worker
+from winnow.env.workers.bubblewrap import SandboxError
+from winnow.run.callbacks import best_name
+from winnow.run.standalone import _merged
+from winnow.study.compare_data import read_run_data
+
+from ..builders.rewards import group, scored
+from ..parity import parity_reward
+
+
+def test_a_mean_of_nothing_is_left_out() -> None:
+    def judge(completions: list[str], log_metric: Any, **columns: Any) -> list[float]:
+        for value in (math.nan, math.inf, 1.0):
+            log_metric("a", value)
+        log_metric("b", math.nan)
+        return [1.0] * len(completions)
+
+    assert scored(judge, group("x")).pop_metrics() == {"a": 1.0}
+
+
+def test_the_names_of_a_run_are_its_own() -> None:
+    def judge(completions: list[str], log_metric: Any, **columns: Any) -> list[float]:
+        log_metric("step", 3.0)
+        log_metric("mine", 1.0)
+        return [1.0] * len(completions)
+
+    with pytest.warns(UserWarning, match="log_metric: 'step' is a metric of the run"):
+        assert scored(judge, group("x")).pop_metrics({"step": 1.0}) == {"mine": 1.0}
+
+
+def test_the_two_rows_of_math_without_braces() -> None:
+    for solution, gold in (("So it is $\\boxed 2$.", "2"), ("Thus $x = \\boxed 9$", "9"), ("\\fbox{4}", "4")):
+        row = Row("MATH, row", 1, {"problem": "?", "solution": solution})
+        assert PRESETS["math"](row)["ground_truth"] == gold
+    with pytest.raises(DataError, match=r"has no \\boxed"):
+        PRESETS["math"](Row("MATH, row", 1, {"problem": "?", "solution": "It is 2."}))
+
+
+def test_missing_values_of_a_frame_are_no_answers() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {"prompt": ["a", "b"], "ground_truth": ["1", np.nan], "answer": ["2", "3"], "when": [pandas.NaT, pandas.NaT]}
+    )
+    rows = [row.values for row in rows_of(frame, "train_dataset")]
+    assert [gold_answer(row) for row in rows] == ["1", "3"]
+    assert rows[1]["when"] is None
+
+
+def test_a_message_of_calls_alone_has_no_text() -> None:
+    assert completion_text([{"role": "assistant", "tool_calls": []}]) == ""
+    assert completion_text([{"role": "assistant", "content": None}]) == ""
+
+
+def test_an_installation_in_usr_shows_no_local_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = SimpleNamespace(stdout="/x/venv\n/usr\n")
+    monkeypatch.setattr(bubblewrap.subprocess, "run", lambda *args, **options: answer)
+    monkeypatch.setattr(bubblewrap.os, "access", lambda *args: True)
+    assert bubblewrap._installation("/x/venv/bin/python") == ["/x/venv"]
+
+
+def test_a_home_directory_is_not_shown_by_another_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home, link = tmp_path / "data" / "home", tmp_path / "link"
+    home.mkdir(parents=True)
+    link.symlink_to(home)
+    monkeypatch.setattr(bwrap_worker.sys, "path", [])
+    for where, named in ((home, link), (home.parent, home)):
+        monkeypatch.chdir(where)
+        monkeypatch.setenv("HOME", str(named))
+        with pytest.raises(SandboxError, match="everything there would be shown"):
+            bwrap_worker.Cage()
+
+
+def test_the_best_metric_may_have_winnows_name() -> None:
+    for name in ("reward", "eval_reward", "eval/reward"):
+        c = validate({"model": "m", "env": "countdown", "metric_for_best_model": name, "eval_steps": 1})
+        assert best_name(c) == "eval_reward"
+
+
+def test_a_dotted_key_changes_a_runs_own_section() -> None:
+    run = {"engine": {"name": "local", "dtype": "float32"}}
+    values = read_settings(None, ["engine.slots=64"])
+    assert _merged(run, values)["engine"] == {"name": "local", "dtype": "float32", "slots": 64}
+    assert _merged(run, {"engine": {"name": "vllm"}})["engine"] == {"name": "vllm"}
+
+
+def test_a_run_that_a_callback_ended_is_not_damaged(tiny_config: dict[str, Any]) -> None:
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step >= 3
+
+    values = tiny_config | {"max_steps": 6, "eval_steps": 2, "success": {"at_least": 1.0}}
+    Trainer(config=values, reward_funcs=parity_reward, callbacks=[Stop()]).train()
+    notes = read_run_data(Path(values["output_dir"])).notes
+    assert [note.partition(": ")[2] for note in notes] == ["It was ended at step 3 of 6; its last evaluation is of 2."]
+
+
+AGENT = """
+def solve(base_url, prompt):
+    raise ConfigError
+"""
+
+
+def test_files_of_agents_and_teachers_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from winnow.base.files import absolute_paths
+    from winnow.config import METHODS
+
+    (tmp_path / "mine.py").write_text(AGENT)
+    (tmp_path / "teacher").mkdir()
+    monkeypatch.chdir(tmp_path)
+    values = {"env": {"name": "agent", "agent": "mine.py:solve"}, "teacher": {"model": "teacher"}}
+    found = absolute_paths(values, METHODS)
+    assert found["env"]["agent"] == f"{tmp_path}/mine.py:solve"
+    assert found["teacher"]["model"] == f"{tmp_path}/teacher"
+    of_server = {"teacher": {"model": "teacher", "url": "http://127.0.0.1:1"}}
+    assert absolute_paths(of_server, METHODS)["teacher"]["model"] == "teacher"
+
+
+def test_unknown_names_are_still_refused() -> None:
+    with pytest.raises(ConfigError, match="enginee"):
+        validate({"model": "m", "env": "countdown", "enginee": "local"})
