@@ -42,6 +42,8 @@ Call = tuple[str, Any]
 Parser = Callable[[str], list[Call]]
 
 MAX_ITERATIONS = 16
+MOST_CAUSES = 32
+"""Errors behind an error that are looked at."""
 NO_SIGNALS = (
     "it sets a signal handler, which fails in the thread where tools run; remove its own timeout: "
     "with_tools(timeout_s=...) bounds the calls of a turn"
@@ -58,9 +60,11 @@ NOT_THE_MODELS_FAULT = (ToolUnavailableError, EnvLostError, WorkerError, Timeout
 
 def _is_unavailable(error: BaseException | None) -> bool:
     """Whether an error, or one behind it, is not the model's fault: HTTP clients wrap lost connections in their own."""
-    while error is not None and not isinstance(error, NOT_THE_MODELS_FAULT):
+    for _ in range(MOST_CAUSES):  # an error may be raised from itself
+        if error is None or isinstance(error, NOT_THE_MODELS_FAULT):
+            break
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return error is not None
+    return isinstance(error, NOT_THE_MODELS_FAULT)
 
 
 def parse_tool_calls(text: str) -> list[Call]:
