@@ -202,7 +202,7 @@ class Collector:
         metrics = self.tally.metrics()
         self.totals.add(self.tally)
         metrics |= {"step": step + 1, **self.totals.metrics(), "groups/effective": float(len(groups))}
-        metrics |= {**update, **self._method_metrics, **self.selector.metrics()}
+        metrics |= {**update, **self._method_metrics, **self.selector.metrics(), "step": step + 1}
         metrics |= {} if self.reuse is None else self.reuse.metrics
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)
             metrics["eta_eff"] = update["effective_learning_rate"] * self.buffer.prompts_per_step / len(groups)

@@ -78,10 +78,12 @@ class Loop:
     def advance(self) -> None:
         """Run one step; save if due. Raises RunStoppedError, after saving, when no progress is possible."""
         with memory_errors(f"step {self.step}"):
+            step, before = self.step, self.collector.tally
             try:
                 self.one_step()
             except SamplersLostError as error:
-                self.collector.totals.add(self.collector.tally)  # of a step that did not take place
+                if self.step == step and self.collector.tally is not before:  # a step that did not take place
+                    self.collector.totals.add(self.collector.tally)
                 self._stop(error)
         if self.collector.stop is not None and not self._has_more():
             self.hooks.save(self.step, True)
@@ -141,7 +143,7 @@ class Loop:
         elsewhere = update | self.learner.metrics()
         if self.overlap:
             elsewhere = {name.replace("seconds/", "seconds_overlapped/", 1): value for name, value in elsewhere.items()}
-        elsewhere |= self.sampler.metrics() | evaluated
+        elsewhere = self.sampler.metrics() | elsewhere | evaluated  # first what rewards have logged
         metrics = collector.end_step(self.step - 1, batch.trained_on, elsewhere)
         with clock.phase("record"):
             self.hooks.record(self.step, metrics, batch.finished)

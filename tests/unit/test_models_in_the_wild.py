@@ -9,9 +9,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
-from winnow import ConfigError
+from winnow import ConfigError, Trainer
 from winnow.config import validate
 from winnow.engine import LocalEngine
 from winnow.engine.initial_model import InitialModel
@@ -20,10 +20,21 @@ from winnow.engine.stops import MOST, StopTable
 
 from ..builders.resolving import resolved
 from ..builders.tokenizers import chat_model, chat_tokenizer
-from .test_auto_settings import config, large
-from .test_ends import EOS, TURN, ends_in, trainer
 
 __all__ = ["chat_model"]
+
+EOS, TURN = 0, 2
+ROWS = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(4)]
+
+
+def trainer(output: Path, model: str, lora: Any = None) -> Trainer:
+    sizes = {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 2, "threads": 1}
+    config = sizes | {"output_dir": str(output), "save_steps": 1, "lora": lora}
+    return Trainer(model=model, train_dataset=ROWS, reward_funcs=even, config=config)
+
+
+def even(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(str(each)) % 2) for each in completions]
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
@@ -32,13 +43,13 @@ def test_flags_of_sampling_end_no_run_at_its_first_save(tmp_path: Path, chat_mod
     file = chat_model / "generation_config.json"
     file.write_text(json.dumps({"eos_token_id": EOS, "temperature": 0.6, "top_p": 0.9}))
     trainer(tmp_path / "run", str(chat_model), lora=lora).train()
-    assert ends_in(tmp_path / "run" / "model") == [EOS, TURN]
     saved = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [EOS, TURN]
     assert (saved["do_sample"], saved["temperature"], saved["top_p"]) == (True, 0.6, 0.9)
 
 
 def test_what_cannot_be_saved_is_refused_at_the_start(tmp_path: Path, chat_model: Path) -> None:
-    (chat_model / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "num_return_sequences": 3}))
+    (chat_model / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "length_penalty": 0.5}))
     with pytest.raises(ConfigError, match="model: its generation_config cannot be saved"):
         trainer(tmp_path / "run", str(chat_model))
 
@@ -81,11 +92,18 @@ def test_the_type_of_a_model_whose_weights_are_not_there_yet(tmp_path: Path) -> 
 
 
 def test_vllm_computes_an_object_in_its_own_type() -> None:
+    def config(engine: Any) -> Any:
+        return validate({"model": "given", "env": "countdown", "threads": 1, "engine": engine})
+
+    def large() -> LlamaForCausalLM:
+        with torch.device("meta"):
+            return LlamaForCausalLM(LlamaConfig(vocab_size=32_000, hidden_size=512, num_hidden_layers=2))
+
     for dtype, own in ((torch.bfloat16, "bfloat16"), (torch.float32, None)):
         start = InitialModel(source="given", model=large().to(dtype))
-        assert resolved(config(engine="vllm"), start).engine.dtype == own
+        assert resolved(config("vllm"), start).engine.dtype == own
     start = InitialModel(source="given", model=large().to(torch.bfloat16))
-    assert resolved(config(engine={"name": "vllm", "dtype": "float32"}), start).engine.dtype == "float32"
+    assert resolved(config({"name": "vllm", "dtype": "float32"}), start).engine.dtype == "float32"
 
 
 def test_stop_strings_of_requests_are_forgotten() -> None:

@@ -164,10 +164,11 @@ def test_an_async_agent_that_hangs_ends_after_its_rollout(tokenizer):
     async def agent(base_url, prompt):
         await asyncio.Event().wait()
 
+    before = set(threading.enumerate())
     (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent, timeout_s=0.3), [["a"]])
     assert rollout.fate == Fate.FAILED
     deadline = time.monotonic() + 20
-    while any(thread.name == "winnow-agent" for thread in threading.enumerate()):
+    while any(thread.name == "winnow-agent" for thread in set(threading.enumerate()) - before):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

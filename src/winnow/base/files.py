@@ -127,7 +127,7 @@ def cache_dir() -> Path:
     return Path(own or Path(shared or Path.home() / ".cache") / "winnow").resolve()
 
 
-OPTIONS = ("path", "test", "games", "data", "python", "profile", "agent")
+OPTIONS = ("path", "test", "games", "data", "python", "profile")
 """Method options that name files."""
 
 
@@ -186,8 +186,8 @@ def _of_method(spec: Any, change: Callable[[str], str]) -> Any:
         return [_of_method(each, change) for each in spec]
     if isinstance(spec, dict):
         changed = dict(spec) | {key: on_texts(value, change) for key, value in spec.items() if key in OPTIONS}
-        if "name" in spec:
-            changed["name"] = _of_method(spec["name"], change)
+        for key in spec.keys() & {"name", "agent"}:
+            changed[key] = _of_method(spec[key], change)
         return changed
     return change(spec) if isinstance(spec, str) and ".py:" in spec else spec
 

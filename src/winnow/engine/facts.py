@@ -121,6 +121,8 @@ def _make_savable(generation: Any) -> None:
 
     Raises ConfigError if something else is wrong with the config.
     """
+    unchanged = getattr(generation, "_original_object_hash", None) == hash(generation)
+    before = generation.do_sample
     try:
         generation.validate(strict=True)
         return
@@ -129,6 +131,9 @@ def _make_savable(generation: Any) -> None:
     try:
         generation.validate(strict=True)
     except ValueError as error:
+        if unchanged:  # what was read is written again, with a warning
+            generation.do_sample = before
+            return
         raise ConfigError(f"model: its generation_config cannot be saved: {error}; correct it") from None
 
 

@@ -298,9 +298,12 @@ def taken_apart(model: Any) -> tuple[Any, Adapter | None]:
         base = model.get_base_model()
     outer = "."
     for n, module in list(base.named_modules()):
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not n.startswith(f"{outer}."):
-            outer, tuned = n, isinstance(module, BaseTunerLayer)  # what is inside goes with it
-            base.set_submodule(n, module.get_base_layer() if tuned else module.original_module)
+        if n.startswith(f"{outer}."):
+            continue  # it went with what it was inside of
+        if isinstance(module, BaseTunerLayer):
+            base.set_submodule(outer := n, module.get_base_layer())
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            base.set_submodule(outer := n, module.original_module)
     base._hf_peft_config_loaded = False
     vars(base).pop("peft_config", None)
     return base.requires_grad_(True), replace(adapter, given=tensors)

@@ -56,9 +56,11 @@ def _type_in(config: Path) -> dict[str, SaveDtype]:
         content = from_json(bytes_of(config))
     except (OSError, ValueError):
         return {}
+    if not isinstance(content, dict):
+        return {}
     parts = [content, *(part for part in content.values() if isinstance(part, dict))]
     kind = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)), "")
-    return {"*": kind} if kind in SAVE_DTYPES.values() else {}
+    return {"*": own for own in SAVE_DTYPES.values() if own == kind}
 
 
 def types_in(model: torch.nn.Module) -> dict[str, SaveDtype]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,9 @@ class LoopInTrl:
         mark, step = (None, 0) if state is None else (state["ledger"], state["loop"]["step"])
         self._ledger = ledger = open_account(c, m, mark, step)
         keep_from_uploads(self.run_dir)
+        if state is not None:
+            with suppress(OSError):
+                self._resumed_from.touch()  # the newest again, see `marks`
         offsets, turns = (state or {}).get("offsets"), self._task.max_turns
         self._records = Records(self.run_dir, c, offsets, max_turns=turns, tokenizer=self._trainer._tokenizer)
         if self._changed:

@@ -148,6 +148,8 @@ class StopConditions:
 
         An update without any signal, by a KL or entropy term alone, counts as skipped.
         """
+        if not groups and not tally.groups:
+            return None  # its places were taken by groups that an earlier step has counted
         signal = self._limits.teacher or any(self._judge.teaches(g) for g in groups)
         taught, kinds = bool(update["updated"]) and signal, tally.kinds
         easy = all(self._judge.kind(group) is GroupKind.EASY for group in groups)

@@ -351,6 +351,13 @@ class Flight:
             if rollout.fate is None:
                 rollout.fate, rollout.reason = Fate.CUT, reason
 
+    def environments(self) -> list[Any]:
+        """Return what reward functions see of the environments, which are closed before."""
+        for sibling in self.siblings:
+            if sibling.environment is not None:
+                sibling.await_closed()
+        return [sibling.environment for sibling in self.siblings]
+
     def ended_group(self) -> Group:
         """Return the group once all environments are closed."""
         for sibling in self.siblings:

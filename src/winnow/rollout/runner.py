@@ -58,8 +58,7 @@ class RolloutRunner:
         self._answers = Answers()
         self._rules = ActiveRules(rules, engine, task, tokenizer)
         self.seconds = Seconds("rewards", "environments")
-        self.waits: Callable[[], None] = lambda: None
-        """Called every `PATIENCE_S` while rewards are waited for."""
+        self.waits: Callable[[], None] = lambda: None  # called every `PATIENCE_S` while rewards are waited for
 
     def spent(self) -> dict[str, float]:
         """Return seconds by what they were spent on since the last call, those of the engine included."""
@@ -367,14 +366,12 @@ class RolloutRunner:
             sibling.rollout.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
 
     def abandon(self, *, engine_works: bool = True) -> list[Group]:
-        """Stop for good and close environments; return the groups in flight, in launch order, with what rewards they
-        have and, if the engine still works, the tokens of unfinished turns."""
-        for flight in self._flights.values():
-            running = [s for s in flight.siblings if s.running]
-            if engine_works:
-                self._cancel([(flight, s) for s in running])
-            for sibling in running:
-                sibling.finish("cancelled")
+        """Stop for good, close environments; return the groups in flight, with unfinished turns if `engine_works`."""
+        running = [(flight, s) for flight in self._flights.values() for s in flight.siblings if s.running]
+        if engine_works and running:
+            self._cancel(running)
+        for _, sibling in running:
+            sibling.finish("cancelled")
         groups = [flight.ended_group() for flight in self._flights.values()]
         self._flights, self._answers = {}, Answers()
         return groups
@@ -398,6 +395,6 @@ class RolloutRunner:
             flight.group, flight.ended = flight.close(), self.engine.clock
             unscored = any(r.fate is None and r.reward is None for r in flight.group.rollouts)
             if unscored and flight.job.purpose != "probe":
-                self.rewarder.start(flight.group, [s.environment for s in flight.siblings])
+                self.rewarder.start(flight.group, flight.environments())
             else:
                 flight.scored = True

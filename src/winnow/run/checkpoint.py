@@ -252,7 +252,11 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     saved = [run_dir / "checkpoints" / _name(step) / STATE for step in steps(run_dir)[-1:]]
     folder = run_dir.resolve()
     beside = folder.parent.glob(f"checkpoint-[0-9]*/{TRL_STATE}") if folder.name == "winnow" else ()
-    of_trl = sorted(beside, key=lambda path: path.stat().st_mtime)  # a resume from an older one leaves later ones
+    times: dict[Path, float] = {}
+    for path in beside:
+        with suppress(FileNotFoundError):
+            times[path] = path.stat().st_mtime
+    of_trl = sorted(times, key=times.__getitem__)  # a resume from an older one leaves later ones, and touches it
     by_file = {}
     for path in (run_dir / START, *saved, *of_trl[-1:]):
         try:

@@ -352,7 +352,7 @@ MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sl
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
     """Raise ConfigError with the difference if `config` would change what the rest of the run computes."""
-    begun = validate(from_saved(saved))
+    begun = validate(absolute_paths(from_saved(saved), METHODS, resumed=True))
     before, now = as_saved(begun), as_saved(config)
     free = MAY_CHANGE_ON_RESUME | {"output_dir"}
     options = [Options.from_config(c) for c in (begun, config)]

@@ -180,6 +180,8 @@ def serve(inbox: queue.SimpleQueue[dict[str, Any]], reply: Reply, read: ReadWeig
     except RuleError as error:  # another sampler would fail the same way
         reply({"refused": str(error)})
     finally:
-        server.runner.abandon(engine_works=False)  # nothing is left after a normal end
-        server.rewarder.close()
-        close_engine(server.engine)
+        try:
+            server.runner.abandon(engine_works=False)  # nothing is left after a normal end
+        finally:
+            server.rewarder.close()
+            close_engine(server.engine)

@@ -322,7 +322,7 @@ class SamplerPool(Sampler):
             metrics |= {f"sampler/seconds/{name}": value for name, value in seconds.items()}
         for member in self._members:
             metrics |= member.metrics()
-        metrics |= {name: float(np.mean(values)) for name, values in self._logged.items()}
+        metrics = {name: float(np.mean(values)) for name, values in self._logged.items()} | metrics
         self._reset()
         return metrics
 

@@ -19,7 +19,7 @@ GOLD_COLUMNS = ("ground_truth", "answer", "solution")
 """Columns that may hold the reference answer, in this order; then `reward_model`."""
 
 _LINE = re.compile(r"(?:^|\n)[ \t>*]*(?:final )?answer[ \t*]*:[ \t*]*([^\n]+)", re.IGNORECASE)
-_BOLD = re.compile(r"^\*\*\s*|\s*\*\*(?=[.!]?$)")
+_BOLD = re.compile(r"^\*\*\s*|(?<!\s)\s*\*\*(?=[.!]?$)")
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)

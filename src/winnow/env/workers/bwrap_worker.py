@@ -30,7 +30,8 @@ class Cage:
         shown = [
             path for path, at in places.items() if not at.is_relative_to("/usr") or at.is_relative_to("/usr/local")
         ]
-        home = Path(os.path.realpath(os.path.expanduser("~")))
+        named = os.path.expanduser("~")
+        home = Path(os.path.realpath(named if os.path.isabs(named) else "/"))
         for path in shown:
             if home.is_relative_to(os.path.realpath(path)):
                 raise SandboxError(

@@ -157,9 +157,10 @@ class Episodes:
 
 def _end(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, serving: Future[None]) -> None:
     """Have the servers end, for which they get a while, then the loop."""
+    serving.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
     loop.call_soon_threadsafe(stop.set)
-    wait([serving], timeout=END_S)
-    loop.call_soon_threadsafe(loop.stop)
+    if asyncio._get_running_loop() is not loop:  # where the garbage collector may call this
+        wait([serving], timeout=END_S)
 
 
 async def _serve(env: Any, ready: Future[None], stop: asyncio.Event) -> None:
