@@ -60,7 +60,8 @@ def _type_in(config: Path) -> dict[str, SaveDtype]:
         return {}
     parts = [content, *(part for part in content.values() if isinstance(part, dict))]
     kind = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)), "")
-    return {"*": own for own in SAVE_DTYPES.values() if own == kind}
+    own = [dtype for dtype in SAVE_DTYPES.values() if dtype == kind]
+    return {"*": own[0]} if own else {}
 
 
 def types_in(model: torch.nn.Module) -> dict[str, SaveDtype]:
