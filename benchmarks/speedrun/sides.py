@@ -221,7 +221,7 @@ def trl_settings(spec: Spec, c: Any, track: Track) -> dict[str, Any]:
         "num_generations": c.num_generations,
         "max_completion_length": c.max_completion_length,
         "learning_rate": spec.rate,
-        "lr_scheduler_type": "constant_with_warmup",
+        "lr_scheduler_type": "constant_with_warmup" if c.lr_scheduler_type == "constant" else c.lr_scheduler_type,
         "warmup_steps": c.warmup_steps,
         "adam_beta2": c.adam_beta2,
         "max_steps": c.max_steps,
