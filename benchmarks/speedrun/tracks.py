@@ -103,7 +103,7 @@ def make_spelling() -> None:
 
 
 SMOLLM2 = ("threads=auto", "reward_funcs=[exact]", "lr_scheduler_type=linear")
-"""A constant rate that is right for the first minute is too high for the next. Sides plan for five to seven."""
+"""A constant rate that is right for the first minute is too high later. Sides plan for five to seven minutes."""
 SMOLLM2_DAPO = same_rates((4e-5, 8e-5, 16e-5), 16, "arithmetic-smollm2", *DAPO)
 SMALL_BATCH = ("selector=thompson", "prompts_per_step=8", "rollout_batch={name: adaptive, size: 20}", "max_lag=1")
 """A quarter of DAPO's batch in one round: at 135M parameters an update takes as long as its tokens, of any batch."""

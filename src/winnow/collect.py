@@ -201,7 +201,7 @@ class Collector:
         """Close the account of the step from version `step`; return its metrics. `update`: metrics from elsewhere."""
         metrics = self.tally.metrics()
         self.totals.add(self.tally)
-        metrics |= {"step": step + 1, **self.totals.metrics(), "groups/effective": float(len(groups))}
+        metrics |= {**self.totals.metrics(), "groups/effective": float(len(groups))}
         metrics |= {**update, **self._method_metrics, **self.selector.metrics(), "step": step + 1}
         metrics |= {} if self.reuse is None else self.reuse.metrics
         if "learning_rate" in update:  # what plain SGD over all prompts_per_step groups would need (Active-RLOO, eq. 4)

@@ -53,6 +53,26 @@ def lags(run: Path, fates: str = "'trained'") -> list[int]:
         return [row[0] for row in db.execute(query)]
 
 
+SLOW = """
+import time
+
+def slow(completions, **columns):
+    time.sleep(1)
+    return [float(len(text) % 2) for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_a_sampler_that_waits_for_slow_rewards_is_not_stuck(config: dict[str, Any], tmp_path: Path) -> None:
+    """Twelve groups of a second each, two at a time, take longer than `timeout_s`; no call is late."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    sync = {"name": "processes", "samplers": 1, "timeout_s": 4.0}
+    more = {"sync": sync, "reward_timeout_s": 3, "reward_funcs": [f"{tmp_path}/slow.py:slow"], "max_steps": 2}
+    Trainer(config=config | more | {"prompts_per_step": 12, "max_completion_length": 2, "max_lag": 1}).train()
+    rows = metrics_of(Path(config["output_dir"]))
+    assert sum(value for row in rows for name, value in row.items() if name.endswith("/restarts")) == 0
+
+
 @pytest.mark.slow
 def test_a_sampler_goes_on_while_the_learner_works(config: dict[str, Any], children: list[SamplerHandle]) -> None:
     run = Path(config["output_dir"])

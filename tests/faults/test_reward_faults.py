@@ -74,9 +74,14 @@ def test_bad_values_fail_every_rollout_with_the_cause(name):
             raise AssertionError(r.reason)
 
 
-def test_one_bad_value_fails_one_rollout():
+def one_good_value(completions):
+    return [1.0, float("nan"), TimeoutError("judge"), None]
+
+
+@pytest.mark.parametrize("function", [one_good_value, f"{__name__}:one_good_value"])
+def test_one_bad_value_fails_one_rollout(function):
     g = group("a", "b", "c", "d")
-    rewarder = Rewarder(lambda completions: [1.0, float("nan"), TimeoutError("judge"), None])
+    rewarder = Rewarder(function)
     score_all(rewarder, [g])
     rewarder.close()
     np.testing.assert_array_equal(g.rewards(), [1.0, np.nan, np.nan, np.nan])

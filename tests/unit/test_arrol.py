@@ -14,6 +14,7 @@ from winnow.learner.rows import rows_of
 from winnow.methods.gate.arrol.calibration import survival_factor
 from winnow.methods.gate.arrol.gate import Arrol, _sampled_after
 from winnow.methods.gate.arrol.rule import forced_beyond
+from winnow.methods.gate.base import Overrides
 from winnow.types import Decision, Group, Prompt, Token, Turn, Verdict, Visit
 
 from ..builders.arrol import H, built, group_of, play, rollout, view
@@ -110,6 +111,27 @@ def test_a_score_that_is_not_finite_survives_and_is_counted() -> None:
     assert verdicts == [Verdict(True, "its score is not finite")] * 2
     gate.observe_group(group_of(900, [rollout(i, 1.0, verdict=v) for i, v in enumerate(verdicts)]))
     assert gate.metrics()["gate/arrol/not_finite"] == 2
+
+
+@pytest.mark.parametrize("probability", [1.0, 0.5])
+def test_tokens_that_an_audit_rolled_out_are_not_saved(probability: float) -> None:
+    """Of 4,000 rollouts, of which all go on that an override keeps."""
+    gate = built(Arrol(at=4, cold_start=1, keep_rate=0.3, min_survivors=0))
+    play(gate, 1)
+    gate._survival_B[:] = 0.3
+    overrides = Overrides("arrol", 0, probability)
+    pruned = saved = 0.0
+    for number in range(500, 1000):
+        members = []
+        for i in range(8):
+            at = view(number, i, 8, np.ones(H))
+            verdict = overrides.apply(at, ask(gate, at), [])
+            pruned += not verdict.keep
+            p = verdict.probability if verdict.keep else 1.0
+            members.append(rollout(i, float(i % 2) if verdict.keep else None, survival_p=p, verdict=verdict))
+        gate.observe_group(group_of(number, members))
+    saved = gate.metrics().get("gate/arrol/tokens_saved", 0.0)
+    assert saved == pytest.approx(4 * pruned, rel=0.1)  # four tokens follow the fourth
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])

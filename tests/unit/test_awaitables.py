@@ -10,16 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from winnow.engine import LocalEngine, SamplingParams
 from winnow.env.base import StepResult
-from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.tools import ToolUnavailableError, with_tools
 from winnow.env.workers.remote import EnvPool
-from winnow.rollout.evaluate import run_jobs
-from winnow.rollout.options import RolloutOptions
-from winnow.rollout.runner import RolloutRunner
 from winnow.tasks.agents import with_agent
-from winnow.types import Job, Visit
 
 from ..builders.asking import ask
 from ..builders.rewards import group, scored
@@ -255,38 +249,6 @@ def test_plain_environments_overlap(policy):
 
     groups = run(policy, task_of(lambda made: Overlapping([])))
     assert [r.reward for g in groups for r in g.rollouts] == [2.0] * 12
-
-
-def test_environments_are_closed_at_the_same_time(policy):
-    """And before their group is returned."""
-    closing, most = [0], [0]
-
-    class Lingering(Echo):
-        async def close(self):
-            closing[0] += 1
-            most[0] = max(most[0], closing[0])
-            await asyncio.sleep(0.2)
-            closing[0] -= 1
-            await super().close()
-
-    events: list[str] = []
-    run(policy, task_of(lambda made: Lingering(events)))
-    assert events == ["closed"] * 12
-    assert most[0] >= 4
-
-
-def test_environments_are_closed_when_the_engine_fails(policy):
-    class Broken(LocalEngine):
-        def step(self):
-            raise MemoryError("no room")
-
-    events: list[str] = []
-    task = task_of(lambda made: StepOnly(events))
-    options = {"eval": RolloutOptions(SamplingParams(12), 32, seed=0)}
-    runner = RolloutRunner(Broken(*policy), task, policy[1], Rewarder([]), options)
-    with pytest.raises(MemoryError):
-        run_jobs(runner, [Job(Visit(i, 0, prompt), 2, "eval") for i, prompt in enumerate(task.train[:3])])
-    assert events == ["closed"] * 6
 
 
 def test_an_async_environment_that_fails(policy):

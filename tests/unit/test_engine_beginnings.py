@@ -158,7 +158,7 @@ def test_an_engine_that_cancelling_leaves_idle_has_forgotten_it(monkeypatch: pyt
 
 
 def test_the_one_that_was_not_used_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beginnings, "MOST", 2)
+    monkeypatch.setattr(beginnings, "MOST_KEPT", 2)
     engine, counted = engine_that_counts(monkeypatch, slots=10)
     third = tuple(1 + (13 * i) % (VOCAB - 3) for i in range(35))
     long = replace(requests_of([(9, 9)], n=1)[0], id="runs", params=SamplingParams(60))

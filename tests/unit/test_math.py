@@ -15,6 +15,10 @@ from winnow.env.rewards.math import final_answer, gold_answer, grade, last_boxed
         ("**Final Answer:** 7 ", "7"),
         ("#### 1\nso\n#### 12", "12"),
         ("<answer> 3 </answer>", "3"),
+        ("Answer: **42**", "42"),
+        ("**Answer: 42**.", "42."),
+        ("#### **42**", "42"),
+        ("\\boxed{2**3}", "2**3"),
         ("\\boxed{1}\nAnswer: 2", "2"),
         ("Answer: 2\n\\boxed{1}", "1"),
         ("Answer: $\\boxed{5}$", "5"),
@@ -40,6 +44,11 @@ def test_last_boxed_balances_braces():
         ("\\boxed{x + 1}", "1 + x", 1.0),
         ("\\boxed{1,234}", "1234", 1.0),
         ("\\boxed{1,2}", "12", 0.0),
+        ("\\boxed{3100}", "3, 100", 0.0),
+        ("\\boxed{.5}", "5", 0.0),
+        ("\\boxed{35}", ".35", 0.0),
+        ("\\boxed{.5}", "\\frac12", 1.0),
+        ("**Answer: 42**.", "42", 1.0),
         ("\\boxed{\\text{Monday}}", "Monday", 1.0),
         ("\\boxed{(1, 2)}", "(1,2)", 1.0),
         ("\\boxed{(2, 1)}", "(1,2)", 0.0),
@@ -58,6 +67,7 @@ def test_reference_answer_is_looked_for_in_known_columns():
     assert gold_answer({"ground_truth": 42, "answer": "43"}) == "42"
     assert gold_answer({"answer": "so\n#### 7"}) == "7"
     assert gold_answer({"solution": "hence \\boxed{x}"}) == "x"
+    assert gold_answer({"solution": "hence $\\boxed 2$."}) == "2"
     assert gold_answer({"reward_model": {"ground_truth": "1"}}) == "1"
     for row in ({}, {"answer": None}, {"answer": " "}, {"reward_model": "x"}):
         with pytest.raises(ValueError, match="reference answer"):

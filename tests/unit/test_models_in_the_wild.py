@@ -16,7 +16,7 @@ from winnow.config import validate
 from winnow.engine import LocalEngine
 from winnow.engine.initial_model import InitialModel
 from winnow.engine.saving import types_of
-from winnow.engine.stops import MOST, StopTable
+from winnow.engine.stops import MOST_SETS, StopTable
 
 from ..builders.resolving import resolved
 from ..builders.tokenizers import chat_model, chat_tokenizer
@@ -108,8 +108,8 @@ def test_vllm_computes_an_object_in_its_own_type() -> None:
 
 def test_stop_strings_of_requests_are_forgotten() -> None:
     table = StopTable(chat_tokenizer(), 259, frozenset({0}))
-    for number in range(3 * MOST):
+    for number in range(3 * MOST_SETS):
         table.forget()
         table.add((f"stop {number}",))
-    assert len(table.alert) <= MOST + 2
-    assert table.add((f"stop {3 * MOST - 1}",)) == len(table.alert) - 1
+    assert len(table.alert) <= MOST_SETS + 2
+    assert table.add((f"stop {3 * MOST_SETS - 1}",)) == len(table.alert) - 1

@@ -145,6 +145,12 @@ def test_cancelled_requests_end(server: StandIn, engine: ServerEngine, tokenizer
     assert engine.cancel(["unknown"]) == []
 
 
+def test_a_call_that_is_cancelled_before_it_is_made_is_not_made(server: StandIn, engine: ServerEngine) -> None:
+    arrived = engine._ask("unknown", Request("a", (1, 2), SamplingParams(4), key=0))
+    assert arrived.outcome is None
+    assert not engine._sent
+
+
 def test_what_waits_for_a_slot_is_cancelled_at_once(
     server: StandIn, tiny_model: Path, model: Any, tokenizer: Any
 ) -> None:

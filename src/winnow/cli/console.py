@@ -94,8 +94,15 @@ def run_config(path: Path, overrides: Sequence[str] | None) -> RunConfig:
     return config
 
 
-def settings(overrides: Sequence[str] | None, config: Path | None = None, **defaults: Any) -> dict[str, Any]:
-    """Read settings from `defaults`, then a YAML file, then overrides."""
+def settings(
+    overrides: Sequence[str] | None, config: Path | None = None, model: str = "", **defaults: Any
+) -> dict[str, Any]:
+    """Read settings from `defaults`, then a YAML file, then overrides. `model`: maybe a run, into whose sections dotted
+    overrides reach."""
     from ..config import read_settings
+    from ..record.records import LEDGER, read_config
 
+    run, keys = Path(model), {o.partition(".")[0] for o in overrides or () if "." in o.partition("=")[0]}
+    if model and keys and (run / LEDGER).exists():
+        defaults |= {key: section for key, section in read_config(run).items() if key in keys}
     return read_settings(config, overrides or (), defaults)

@@ -21,7 +21,7 @@ def evaluate(model: Model, overrides: Overrides = None, config: Config = None, a
     Settings of a run are its own unless overridden: env=countdown eval_prompts=256 eval_generations=16
     eval_temperature=0.6 eval_top_p=0.95.
     """
-    values = _settings(overrides, config)
+    values = _settings(overrides, config, model)
     from ..run.standalone import evaluate_model  # takes seconds
 
     show(evaluate_model(model, values), as_json)
@@ -42,7 +42,7 @@ def vote(
 
     Settings as for `eval`; 32 candidates a prompt unless eval_generations says otherwise.
     """
-    values = _settings(overrides, config, eval_generations=32)
+    values = _settings(overrides, config, model, eval_generations=32)
     from ..study.vote import render, vote_model  # takes seconds
 
     show(vote_model(model, values, [w.strip() for w in weights.split(",")]), as_json, render)
@@ -66,7 +66,7 @@ def compare(
     show(asdict(found), as_json, lambda _: render(found, out.width))
 
 
-def _settings(overrides: Sequence[str] | None, config: Path | None, **defaults: Any) -> dict[str, Any]:
+def _settings(overrides: Sequence[str] | None, config: Path | None, model: str, **defaults: Any) -> dict[str, Any]:
     """Read settings. Raises ConfigError for an override that only training reads, e.g. temperature."""
     from ..base.errors import ConfigError
     from ..config import RunConfig
@@ -75,4 +75,4 @@ def _settings(overrides: Sequence[str] | None, config: Path | None, **defaults: 
         here = f"eval_{key.removeprefix('num_')}"
         if here in RunConfig.model_fields:
             raise ConfigError(f"{key}: has no effect on an evaluation; set {here}")
-    return settings(overrides, config, **defaults)
+    return settings(overrides, config, model, **defaults)

@@ -52,7 +52,7 @@ def pass_rates(
 
     The file is a pass-rate profile. The same command continues an interrupted one.
     """
-    values = settings(overrides, config)
+    values = settings(overrides, config, model)
     from ..study.pass_rates import bars_of, profile_model  # takes seconds
 
     console = progress_console(as_json)

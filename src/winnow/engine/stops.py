@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-MOST = 64
+MOST_SETS = 64
 """Sets of stop strings that an idle engine keeps."""
 SLACK = 8
 """Extra tokens decoded before the longest stop string, so that no cut character or stripped space is at its edge."""
@@ -53,7 +53,7 @@ class StopTable:
 
     def forget(self) -> None:
         """Drop sets of stop strings of an idle engine, if there are many: agents may send a new one each time."""
-        if len(self._stops) > MOST:
+        if len(self._stops) > MOST_SETS:
             self._sets.clear()
             self._stops.clear()
             self.alert = self.alert[:0]

@@ -7,18 +7,14 @@ mathematics, `winnow.env.rewards.math` compares answers by value.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from .prompt_columns import is_empty
-from .rewards.math import last_boxed
+from .rewards.math import boxed_in
 from .row_files import DataError, Row
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-
-_BARE = re.compile(r"\\boxed\s+([^\s${}][^${}]*)\$")
-r"""`$\boxed 2$`, as in two rows of MATH."""
 
 Values = dict[str, Any]
 
@@ -32,9 +28,7 @@ def _gsm8k(row: Row) -> Values:
 
 
 def _math(row: Row) -> Values:
-    solution = _text(row, "solution").replace("\\fbox{", "\\boxed{")
-    bare = _BARE.findall(solution)
-    gold = last_boxed(solution) or (bare[-1].strip() if bare else "")
+    gold = boxed_in(_text(row, "solution"))
     if not gold:
         raise DataError(f"{row.where}: 'solution' has no \\boxed{{...}} answer; is this MATH?")
     return row.values | {"prompt": _ask(_text(row, "problem") + BOXED), "ground_truth": gold}

@@ -243,6 +243,13 @@ def verify(directory: Path) -> None:
             raise CheckpointError(f"{path}: damaged (its SHA-256 is not the manifest's)")
 
 
+def _modified_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # a run in progress has removed it
+        return 0.0
+
+
 def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     """Return the ledger's marks of points that this run can resume from, by name: its start, its newest checkpoint.
 
@@ -252,11 +259,7 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     saved = [run_dir / "checkpoints" / _name(step) / STATE for step in steps(run_dir)[-1:]]
     folder = run_dir.resolve()
     beside = folder.parent.glob(f"checkpoint-[0-9]*/{TRL_STATE}") if folder.name == "winnow" else ()
-    times: dict[Path, float] = {}
-    for path in beside:
-        with suppress(FileNotFoundError):
-            times[path] = path.stat().st_mtime
-    of_trl = sorted(times, key=times.__getitem__)  # a resume from an older one leaves later ones, and touches it
+    of_trl = sorted(beside, key=_modified_at)  # a resume from an older one leaves later ones, and touches it
     by_file = {}
     for path in (run_dir / START, *saved, *of_trl[-1:]):
         try:

@@ -68,6 +68,7 @@ def resolve(
         spec, engine = section_of(spec) | {"dtype": dtype}, replace(engine, dtype=dtype)
     if not resumed and (given := _dtype_given(engine, model)) is not None:
         spec, engine = section_of(spec) | {"dtype": given}, replace(engine, dtype=given)
+        why.setdefault("engine", f"the given weights are {given}")
 
     threads = c.threads
     if threads == "auto":

@@ -124,14 +124,10 @@ def _saved(model: str, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _merged(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` updated with `values`; a section without a `name`, or with the default's, which a dotted key
-    gives it, is merged into that of the run."""
+    """Return `settings` updated with `values`; a section without a `name` is merged into that of the run."""
     merged = dict(settings)
     for key, value in values.items():
         before = {"name": merged[key]} if isinstance(merged.get(key), str) else merged.get(key)
-        default = RunConfig.model_fields[key].default if key in RunConfig.model_fields else None
-        if isinstance(value, Mapping) and isinstance(before, Mapping) and value.get("name", default) == default:
-            merged[key] = _merged(before, {k: v for k, v in value.items() if k != "name"})
-        else:
-            merged[key] = value
+        into = isinstance(value, Mapping) and isinstance(before, Mapping) and "name" not in value
+        merged[key] = _merged(before, value) if into else value  # type: ignore[arg-type]
     return merged

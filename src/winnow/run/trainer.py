@@ -139,8 +139,8 @@ class Trainer:
             step = state["loop"]["step"]
             if step > config.max_steps:
                 raise ConfigError(f"{self.run_dir}: max_steps={config.max_steps}, but the run is at step {step}")
-        elif (self.run_dir / LEDGER).is_file():
-            with suppress(LedgerError), Ledger.open(self.run_dir / LEDGER, read_only=True) as ledger:  # `Session` says
+        elif (self.run_dir / LEDGER).is_file():  # `Session` reports a damaged one
+            with suppress(LedgerError), Ledger.open(self.run_dir / LEDGER, read_only=True) as ledger:
                 if ledger.get_meta("hosted"):
                     raise ConfigError(f"{self.run_dir}: is the account of a run inside TRL or verl; resume that there")
         return newest

@@ -83,14 +83,14 @@ def read_run_data(path: Path) -> RunData:
     with Ledger.open(path / LEDGER, read_only=True) as ledger:
         totals = ledger.totals()
         finished, solved = (ledger.get_meta(key) == "true" for key in ("finished", "solved"))
-        planned = config.get("max_steps", 0)
-        steps = int(ledger.get_meta("saved") or planned)
-    if finished and not solved and curve[-1].step != steps:
-        note = f"It was ended at step {steps} of {planned}; its last evaluation is of {curve[-1].step}."
-        if rows[-1]["step"] != steps or steps == planned:
-            note = f"{METRICS} is damaged: the run took {steps} steps, but the last evaluation in it is of "
-            note += f"{curve[-1].step}."
-        notes.append(note)
+        saved, planned = ledger.get_meta("saved"), config.get("max_steps")
+    last_step, evaluated = int(saved) if saved else planned, curve[-1].step
+    if finished and not solved and evaluated != last_step:
+        if rows[-1]["step"] == last_step != planned:
+            notes.append(f"It was ended at step {last_step} of {planned}; its last evaluation is of {evaluated}.")
+        else:
+            taken = f"the run took {last_step} steps, but the last evaluation in it is of {evaluated}"
+            notes.append(f"{METRICS} is damaged: {taken}.")
     return RunData(
         path=path,
         config=config,

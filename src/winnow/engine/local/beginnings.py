@@ -14,7 +14,7 @@ from .backend import Backend, Kept, Tokens, common, passes
 
 SAVED_TOKENS = {"cpu": 256, "cuda": 4096}
 """Tokens that a new beginning has to save, by device: one more pass costs about so many."""
-MOST = 8
+MOST_KEPT = 8
 """Beginnings that are kept; the one that was not used for longest makes room."""
 
 
@@ -35,7 +35,7 @@ class Beginnings:
         These are counted for the first prompt of each new beginning.
         """
         left = [prompt for prompt in prompts if self._of(prompt) is None]
-        new = shared_beginnings(left, self._least)[:MOST]
+        new = shared_beginnings(left, self._least)[:MOST_KEPT]
         for some in passes(new, lambda tokens: (len(tokens), 0), self._backend.mixed_lengths):
             done = self._backend.prefill(some)
             for row, tokens in enumerate(some):  # copies: a view would keep what was read beside it
@@ -47,7 +47,7 @@ class Beginnings:
         found = {prompt: kept for prompt in prompts if (kept := self._of(prompt))}
         for kept in found.values():
             self._kept[kept.tokens] = self._kept.pop(kept.tokens)
-        while len(self._kept) > MOST:
+        while len(self._kept) > MOST_KEPT:
             del self._kept[next(iter(self._kept))]
         return found, computed
 

@@ -19,6 +19,8 @@ GOLD_COLUMNS = ("ground_truth", "answer", "solution")
 """Columns that may hold the reference answer, in this order; then `reward_model`."""
 
 _LINE = re.compile(r"(?:^|\n)[ \t>*]*(?:final )?answer[ \t*]*:[ \t*]*([^\n]+)", re.IGNORECASE)
+_BARE = re.compile(r"\\boxed\s+([^\s${}][^${}]*)\$")
+r"""`$\boxed 2$`, as in two rows of MATH."""
 _BOLD = re.compile(r"^\*\*\s*|(?<!\s)\s*\*\*(?=[.!]?$)")
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -61,6 +63,12 @@ def last_boxed(text: str) -> str | None:
     return text[last + 1 : end] if last >= 0 else None
 
 
+def boxed_in(solution: str) -> str | None:
+    r"""Return the last boxed answer of a data set's solution: `\boxed{2}`, `\fbox{2}`, or `$\boxed 2$`, or None."""
+    bare = _BARE.findall(solution)
+    return last_boxed(solution.replace("\\fbox{", "\\boxed{")) or (bare[-1].strip() if bare else None)
+
+
 def gold_answer(row: Row) -> str:
     """Return the reference answer of a row. Raises ValueError if the row has no answer."""
     reward_model = row.get("reward_model")
@@ -74,7 +82,7 @@ def gold_answer(row: Row) -> str:
 def _reference(text: str) -> str:
     """Return the answer in a reference, which may be a whole solution."""
     answer = final_answer(text)
-    return text.strip() if answer is None else answer
+    return (boxed_in(text) or text.strip()) if answer is None else answer
 
 
 def _plain(answer: str) -> str:

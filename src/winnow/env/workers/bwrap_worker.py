@@ -26,10 +26,7 @@ class Cage:
 
     def __init__(self, shown: Sequence[str] = (), python: str = sys.executable) -> None:
         paths = [os.path.abspath(path) for path in (*sys.path, os.getcwd(), *shown) if os.path.exists(path)]
-        places = {path: Path(path) for path in paths}  # of /usr, all but /usr/local is shown anyway
-        shown = [
-            path for path, at in places.items() if not at.is_relative_to("/usr") or at.is_relative_to("/usr/local")
-        ]
+        shown = [path for path in dict.fromkeys(paths) if not _is_shown_anyway(Path(path))]
         named = os.path.expanduser("~")
         home = Path(os.path.realpath(named if os.path.isabs(named) else "/"))
         for path in shown:
@@ -56,6 +53,11 @@ class Cage:
         values = {name: value for name, value in env.items() if name != "TMPDIR"} | {"HOME": "/tmp"}
         options = {"env": values, "pass_fds": (seccomp,), **slot_user(FIRST_SLOT + slot)}
         return [*outside, self.python, *command[1:]], options
+
+
+def _is_shown_anyway(path: Path) -> bool:
+    """Whether every sandbox has it: all of /usr but /usr/local."""
+    return path.is_relative_to("/usr") and not path.is_relative_to("/usr/local")
 
 
 def _require_readable(path: str) -> None:

@@ -38,7 +38,7 @@ class EnvPool:
         self.independent = independent
         self._homes = [_Home(WorkerPool(1, timeout_s)) for _ in range(size)]
         self._serial = itertools.count()
-        weakref.finalize(self, _close, self._homes).atexit = False
+        weakref.finalize(self, _close, self._homes).atexit = False  # then they end by themselves
 
     def make(self, target: str, kwargs: Mapping[str, Any]) -> RemoteEnv:
         """Return an environment made in the least busy process by `target`, `module:function`, from JSON `kwargs`."""
@@ -69,7 +69,8 @@ class RemoteEnv:
     """Implements `OverlappingEnv`. `close` frees its memory in the process."""
 
     def __init__(self, pool: EnvPool, home: _Home, serial: int, target: str, kwargs: dict[str, Any]) -> None:
-        self.independent, self._pool = pool.independent, pool  # which lives as long as its environments
+        self.independent = pool.independent
+        self._pool = pool  # its processes end with the last of its environments
         self._home, self._serial = home, serial
         self._target, self._kwargs = target, kwargs
 

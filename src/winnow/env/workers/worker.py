@@ -125,7 +125,7 @@ class WorkerPool:
         while (job := self._jobs.get()) is not None:
             if not job.future.done() and job.future.set_running_or_notify_cancel():
                 self._do(job, worker)
-            del job  # whoever waits for it may hold the pool
+            del job  # its callbacks may hold the pool
         worker.end()
 
     def _do(self, job: _Job, worker: _Worker) -> None:
