@@ -29,11 +29,13 @@ from ..builders.runs import fingerprint
 from ..faults.harness import run as run_in_child
 from .compose import PROCESSES, Acceptance, Chosen, compose, covering, in_processes, make_place, pairs, tuples
 from .harness import STEPS, Outcome, Place, check, check_sharing, examine
+from .reading import Reading
 from .variants import OPTIONS, Settings, Variant, together, variants
 from .world import World
 
 HEAD = {"name": "arrol", "at": 2, "cold_start": 1}
 CUT = {"name": "divergence", "k": 1, "threshold": 0.6}
+READS = f"{Reading.__module__}:{Reading.__name__}"
 EVERYTHING: Settings = {
     "selector": {"name": "greso", "p_easy": 0.2, "p_hard": 0.2},
     "filter": "zero_variance",
@@ -217,7 +219,7 @@ def in_children(place: Place, settings: Settings) -> None:
 @pytest.mark.slow
 def test_a_composition_with_sampler_processes(place: Place) -> None:
     there = ("selector", "filter", "group_size", "policy_loss", "advantage", "correction", "step_scale")
-    in_children(place, {key: EVERYTHING[key] for key in there} | {"gates": [HEAD], "audit": {"epsilon": 0.3}})
+    in_children(place, {key: EVERYTHING[key] for key in there} | {"gates": [HEAD, READS], "audit": {"epsilon": 0.3}})
 
 
 @pytest.mark.exhaustive
