@@ -15,6 +15,7 @@ from ..env.base import Task
 from ..env.workers.functions import compares_siblings
 from ..methods.advantage import ADVANTAGES, InUpdate
 from ..run.build_methods import Methods, build_methods, build_success
+from ..run.checkpoint import TRL_FOLDER
 from ..run.preflight import require_whole_groups
 from ..run.resolved import AUTO, Options
 from .trl_engine import TrlModel, with_precision
@@ -55,7 +56,7 @@ def run_config(trainer: Any, methods: Mapping[str, Any], prompts: int) -> RunCon
         | {
             "advantage": advantage,
             "model": str(getattr(trainer.model.config, "name_or_path", "") or "given object"),
-            "output_dir": f"{args.output_dir}/winnow",
+            "output_dir": f"{args.output_dir}/{TRL_FOLDER}",
             "seed": args.seed,
             "max_steps": max(1, args.max_steps),
             "prompts_per_step": args.generation_batch_size // trainer.num_generations,

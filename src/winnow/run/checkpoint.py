@@ -35,8 +35,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 WRITING = ".model"
 """Where a finished run writes its `model/` before it is whole."""
-TRL_STATE = "winnow.json"
-"""Winnow's state in a checkpoint of a run inside TRL."""
+TRL_FOLDER, TRL_STATE = "winnow", "winnow.json"
+"""Of a run inside TRL: Winnow's folder in TRL's, and its state in each checkpoint of TRL."""
 FORMAT = 1
 SINCE = {"0.1": "solved_steps", "0.2": "num_decoded_tokens"}
 """Earlier versions, each with a key of the loop's state that it did not save."""
@@ -253,13 +253,13 @@ def _modified_at(path: Path) -> float:
 def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     """Return the ledger's marks of points that this run can resume from, by name: its start, its newest checkpoint.
 
-    Includes those of a run inside TRL, whose checkpoints are beside `run_dir`. If a run in progress removes a
+    Includes those of a run inside TRL, whose checkpoints are next to `run_dir`. If a run in progress removes a
     checkpoint, the next one's mark applies. Raises CheckpointError naming an existing file that cannot be read.
     """
     saved = [run_dir / "checkpoints" / _name(step) / STATE for step in steps(run_dir)[-1:]]
     folder = run_dir.resolve()
-    beside = folder.parent.glob(f"checkpoint-[0-9]*/{TRL_STATE}") if folder.name == "winnow" else ()
-    of_trl = sorted(beside, key=_modified_at)  # a resume from an older one leaves later ones, and touches it
+    found = folder.parent.glob(f"checkpoint-[0-9]*/{TRL_STATE}") if folder.name == TRL_FOLDER else ()
+    of_trl = sorted(found, key=_modified_at)  # a resume from an older one leaves later ones, and touches it
     by_file = {}
     for path in (run_dir / START, *saved, *of_trl[-1:]):
         try:
