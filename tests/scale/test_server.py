@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ pytest.importorskip("vllm")
 
 TEXT = (pages.ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 START_S = 180.0
-WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "max_position_embeddings": 1024}
+LONG = 800
+"""Tokens of a sequence that still runs when the first of them have been seen, and greedy does not end."""
 
 
 def documented(command: str = "python -m") -> str:
@@ -82,6 +85,21 @@ class RealServer:
             except OSError:
                 time.sleep(0.5)
         raise TimeoutError(self._log.read_text()[-3000:])
+
+    def num_sampled(self) -> float:
+        """How many tokens it has sampled since it started."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Wait, after the body, until it has sampled something."""
+        before, deadline = self.num_sampled(), time.monotonic() + START_S
+        yield
+        while self.num_sampled() == before:
+            assert time.monotonic() < deadline, "nothing sampled"
+            time.sleep(0.005)
 
     def kill(self) -> None:
         """End it with all it started."""
@@ -230,8 +248,8 @@ def test_weights_that_change_while_sequences_run(
         model = AutoModelForCausalLM.from_pretrained(path)
         engine = connect(own, path, tokenizer)
         engine.load_weights(model.state_dict(), 3)
-        engine.submit(ask(4, max_tokens=120))
-        time.sleep(0.15)
+        with own.sampling():
+            engine.submit(ask(4, max_tokens=LONG, temperature=0.0))
         torch.manual_seed(1)
         with torch.no_grad():
             for tensor in model.parameters():
@@ -253,9 +271,9 @@ def test_weights_that_change_while_sequences_run(
         np.testing.assert_allclose(each.logp, expected(model, tokenizer, request, each), atol=2e-4)
 
 
-def test_cancelled_requests_return_what_they_sampled(engine: ServerEngine) -> None:
-    engine.submit(ask(3, max_tokens=100))
-    time.sleep(0.2)
+def test_cancelled_requests_return_what_they_sampled(server: RealServer, engine: ServerEngine) -> None:
+    with server.sampling():
+        engine.submit(ask(3, max_tokens=LONG, temperature=0.0))
     ended = engine.cancel([0, 2])
     assert [each.stop_reason for each in ended] == ["cancelled"] * 2
     assert any(len(each.token_ids) for each in ended)
