@@ -57,9 +57,11 @@ def config_of(spec: Spec, *changes: str) -> Any:
     from winnow.config import load_config
 
     track: Track = TRACKS[spec.track]
-    entry = spec.entry if spec.entry.recipe else track.entries["dapo"]
+    dapo = track.entries["dapo"]
+    recipe, changes_of_dapo = (spec.entry.recipe, ()) if spec.entry.recipe else (dapo.recipe, dapo.changes)
     settings = (
-        *entry.changes,
+        *changes_of_dapo,
+        *spec.entry.changes,
         *track.shared,
         *track.evaluation,
         *(track.on_gpu if spec.device == "cuda" else ()),
@@ -67,7 +69,7 @@ def config_of(spec: Spec, *changes: str) -> Any:
         *(f"model={spec.model}", f"device={spec.device}", f"output_dir={spec.directory}/run"),
         *("eval_steps=null", "save_steps=1000000", "log_completions=0"),
     )
-    return load_config(ROOT / "recipes" / f"{entry.recipe}.yaml", [*settings, *spec.changes, *changes])
+    return load_config(ROOT / "recipes" / f"{recipe}.yaml", [*settings, *spec.changes, *changes])
 
 
 def clock_of(spec: Spec, now: Callable[[], float] = time.time) -> Any:
