@@ -40,7 +40,7 @@ demo: $(VENV)/.installed ## warm-start, train, evaluate, report (2 to 10 minutes
 	$(BIN)/winnow demo -o "$(OUT)" $(SETTINGS)
 
 demo-llm: $(VENV)/.installed ## the same with a pretrained chat model of 135M parameters, fetched first
-	@echo "demo-llm: fetches a model the first time, then training, evaluation and report, in runs/demo-llm (12 minutes and more)"
+	@echo "demo-llm: fetches a model the first time, then training, evaluation and report, in runs/demo-llm (7 to 16 minutes)"
 	$(BIN)/winnow demo-llm
 
 test: JOBS := 3 # some wait: three keep two cores busy

@@ -128,7 +128,7 @@ class Samplers:
             channel.inbox.put(Message(channel, {"built": True}))
             return
         self.version = content["version"]
-        channel.inbox.put(Message(channel, {"loaded": self.version, "dtype": "float32", "metrics": {}}))
+        channel.inbox.put(Message(channel, {"loaded": self.version, "dtype": "float32", "logged": {}}))
 
     def answer(self, n: int) -> None:
         with self.shares.part("simulation"):

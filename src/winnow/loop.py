@@ -143,7 +143,7 @@ class Loop:
         elsewhere = update | self.learner.metrics()
         if self.overlap:
             elsewhere = {name.replace("seconds/", "seconds_overlapped/", 1): value for name, value in elsewhere.items()}
-        elsewhere = self.sampler.metrics() | elsewhere | evaluated  # first what rewards have logged
+        elsewhere = self.sampler.metrics() | elsewhere | evaluated
         metrics = collector.end_step(self.step - 1, batch.trained_on, elsewhere)
         with clock.phase("record"):
             self.hooks.record(self.step, metrics, batch.finished)

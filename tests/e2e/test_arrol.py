@@ -104,7 +104,7 @@ def test_the_head_votes(tiny_config: dict[str, Any]) -> None:
     found = vote(str(run), COUNTDOWN, *AMOUNT, "--weights", every, "--json")
     assert set(found["votes"]) == set(every.split(","))
     for v in found["votes"].values():
-        assert v["low"] <= v["share"] <= v["high"] <= found["pass@4"]
+        assert v["low"] <= v["share"] <= min(v["high"], found["pass@4"])
     assert found["votes"]["majority"]["difference"] == 0
     assert found == vote(str(run), COUNTDOWN, *AMOUNT, "--weights", every, "--json") | {"seconds": found["seconds"]}
     assert "head@4" in vote(str(run), COUNTDOWN, *AMOUNT, "--weights", "majority,head")

@@ -60,7 +60,7 @@ def test_a_greedy_baseline_is_scored_alone() -> None:
     assert sorted(ranked.calls) == [1, 3]
     assert [r.reward for r in g.rollouts] == [0.0, 0.0, 0.5, 1.0]
     assert [r.extra["length"] for r in g.rollouts] == [1, 3, 2, 4]
-    assert rewarder.pop_metrics() == {"longest": 4.0}
+    assert rewarder.pop_logged() == {"longest": 4.0}
 
 
 def test_a_failing_greedy_baseline_fails_alone() -> None:

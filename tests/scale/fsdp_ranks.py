@@ -25,7 +25,7 @@ FSDP = {"name": "fsdp", "ranks": 2, "timeout_s": 120}
 
 
 def over(ranks: Ranks, policy: Policy, **changes: Any) -> FsdpLearner:
-    return FsdpLearner(ranks, *ranks.build(policy, context(**changes)))
+    return FsdpLearner(ranks, *ranks.build(policy, context(**changes)), read=policy.files is not None)
 
 
 def context(**changes: Any) -> LearnerContext:

@@ -180,7 +180,7 @@ def test_weights_are_cut_among_some_ranks_and_copied_to_others(local_cluster: No
         for weighing in weighings:
             changes = {"advantage": "opob" if weighing else "rloo"}
             alone = Local().build(copy.deepcopy(parts), context(**changes))
-            cut = FsdpLearner(four, *four.build(parts, context(**changes), 2))
+            cut = FsdpLearner(four, *four.build(parts, context(**changes), 2), read=parts.files is not None)
             for step in range(3):
                 rows = random_rows(seed=step, n=2 + 5 * step)
                 for learner in (alone, cut):

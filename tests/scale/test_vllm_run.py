@@ -31,6 +31,9 @@ from ..builders.vllm_runs import (
 
 pytest.importorskip("vllm")
 
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from winnow.engine.vllm import core as core_module
 
 IN_PARTS = {"group_size": {"name": "sequential", "probe": 2, "hard_size": 6}, "num_generations": 4}
 POSTERIORS = {"selector": "bayes", "group_size": "allocate", "num_generations": 4}
@@ -111,14 +114,20 @@ def test_another_type_than_the_engine_says_is_refused(config: dict[str, Any], mo
         train(config | {"engine": VLLM | {"dtype": "bfloat16"}})
 
 
-def test_a_second_run_in_a_process_has_an_engine_of_its_own(config: dict[str, Any]) -> None:
+def test_a_second_run_in_a_process_has_an_engine_of_its_own(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when the cell of a notebook runs twice: the first engine is closed, its model gone."""
     given = config | {"reward_funcs": [f"{parity.__file__}:parity_reward"]}
+    dropped: list[bool] = []
+    cleaned = staticmethod(lambda model: dropped.append(model() is not None))
+    monkeypatch.setattr(LLMEngine, "_cleanup_instance_caches", cleaned)  # of compiled models: CPUs have none
     first = Trainer(config=given | {"max_steps": 1})
     model = weakref.ref(first.engine._core.runner.model)  # type: ignore[union-attr]
     first.train()
     gc.collect()
     assert model() is None
+    assert dropped == [True], "while the model could be found"
     with pytest.raises(RuntimeError, match="the engine is closed; build a new one"):
         first.engine.submit([])  # type: ignore[union-attr]
     Trainer.resume(config["output_dir"], {"max_steps": 2}).train()
@@ -136,3 +145,32 @@ def test_without_a_length_vllm_takes_what_fits(wide_model: Path) -> None:
         engine.close()
     assert found[0] == limit
     assert 32 <= found[1] < limit
+
+
+def test_an_engine_that_sleeps_is_woken_before_it_is_closed(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU vLLM would free memory that is not there. A second close does nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(wide_model)
+    options = VllmOptions(slots=4, max_length=32, args={"kv_cache_memory_bytes": 1 << 24})
+    engine: Any = options.build(ModelReference(str(wide_model), torch.device("cpu")), tokenizer)
+    core, calls = engine._core, []
+    for name in ("sleep", "wake", "_shut_down"):
+        real = getattr(core, name)
+        monkeypatch.setattr(core, name, lambda *x, name=name, real=real: (calls.append((name, *x)), real(*x)))
+    monkeypatch.setattr(engine, "_sleeps", True)
+    engine.release()
+    engine.close()
+    assert calls == [("sleep", 2), ("wake", "weights"), ("wake", "kv_cache"), ("_shut_down",)]
+    monkeypatch.setattr(core_module, "cleanup_dist_env_and_memory", lambda: calls.append(("others' groups",)))
+    engine.close()
+    assert len(calls) == 4
+
+
+def test_two_engines_that_sleep_are_refused(wide_model: Path) -> None:
+    """As where a cell makes a trainer again before the first has trained; vLLM itself would name its allocator only."""
+    tokenizer = AutoTokenizer.from_pretrained(wide_model)
+    options = VllmOptions(slots=4, max_length=32, args={"kv_cache_memory_bytes": 1 << 24})
+    first: Any = options.build(ModelReference(str(wide_model), torch.device("cpu")), tokenizer)
+    first._core.sleeps = True
+    with pytest.raises(ValueError, match=r"another vLLM engine that can sleep; close\(\) its trainer first"):
+        core_module.Core({"enable_sleep_mode": True})
+    first.close()

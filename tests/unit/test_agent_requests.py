@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from winnow.rollout.runner import RolloutRunner
 from winnow.tasks.agents import endpoint, with_agent
 from winnow.types import Fate
 
@@ -61,6 +62,29 @@ def test_equal_requests_have_answers_of_their_own_and_the_remedy_is_named_once(t
     assert [r.reward for r in rollouts] == [3.0, 2.0]
     assert [len(r.turns) for r in rollouts] == [3, 3]
     assert all(r.action_mask.all() for r in rollouts)
+
+
+def asks_almost_the_same(base_url, prompt):
+    """As a client does that numbers calls again, or a template that adds a line's end."""
+    return float(
+        len({ask(base_url, messages)["content"] for messages in ([user("why?")], [user("why?\n")], [user(" why?")])})
+    )
+
+
+def test_requests_that_differ_in_white_space_have_noise_of_their_own(tokenizer):
+    """The noise depends on what a message says, so what counts repetitions has to as well."""
+    keys, task = [], with_agent(OneTurn(), asks_almost_the_same)
+    submit = RolloutRunner._submit
+
+    def note(self, flight, siblings):
+        keys.extend(s.settings.key for s in siblings)
+        return submit(self, flight, siblings)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RolloutRunner, "_submit", note)
+        rollouts, _ = roll(tokenizer, task, [["a", "b", "c"]])
+    assert rollouts[0].reward == 3.0
+    assert len(set(keys)) == len(keys) == 3
 
 
 def test_one_that_is_answered_and_leaves_has_not_left_before(monkeypatch):

@@ -12,9 +12,11 @@ import torch
 from winnow.base.errors import ConfigError
 from winnow.learner.rows import rows_of
 from winnow.methods.gate.arrol.calibration import survival_factor
-from winnow.methods.gate.arrol.gate import Arrol, _sampled_after
+from winnow.methods.gate.arrol.gate import FIRST_DETECTION_TOKEN, Arrol, _sampled_after
 from winnow.methods.gate.arrol.rule import forced_beyond
-from winnow.methods.gate.base import Overrides
+from winnow.methods.gate.base import GateContext, Overrides
+from winnow.methods.group_kind import GroupJudge
+from winnow.methods.success import default_success
 from winnow.types import Decision, Group, Prompt, Token, Turn, Verdict, Visit
 
 from ..builders.arrol import H, built, group_of, play, rollout, view
@@ -318,3 +320,14 @@ def test_tokens_saved_are_those_sampled_after_the_decision_in_any_turn() -> None
     member.action_mask[2:4] = False
     decided = [Decision("arrol", Token(n), Verdict(True), turn) for n, turn in ((1, 0), (2, 0), (3, 1), (4, 1))]
     assert [_sampled_after(member, d) for d in decided] == [5, 4, 1, 0]
+
+
+def test_distinct_moves_its_token_where_nothing_says_what_is_right() -> None:
+    """How long rollouts are is known without that."""
+    undecided = GroupJudge(default_success(["style", "format"], None))
+    gate = Arrol(balance="distinct", quantile=0.5, share=0.5).build(GateContext("arrol", 0, undecided))
+    before = gate.rule().at
+    for number in range(4):
+        gate.observe_group(group_of(number, [rollout(i, float(i % 2)) for i in range(4)]))
+    gate.end_step()
+    assert (before, gate.rule().at) == (Token(FIRST_DETECTION_TOKEN), Token(4))

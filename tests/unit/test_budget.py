@@ -32,7 +32,7 @@ from winnow.run.build import with_lora
 from winnow.run.plan import plan_for
 
 from ..builders.budgets import RECIPES, UPDATES, VOCAB, config, qwen3, rows_of, shell, total
-from ..builders.resolving import budget
+from ..builders.resolving import budget, resolved
 from .engine_models import word_tokenizer
 
 
@@ -250,7 +250,7 @@ def test_what_waits_between_two_turns_or_two_steps_is_counted() -> None:
     assert "keys and values between turns" not in one.phases()["generation"]
     for merge, asleep in ((False, {"weights of a sleeping vLLM, pinned": 4 * shapes.parameters}), (True, None)):
         c = config(engine="vllm", lora={"r": 4, "merge": merge})
-        host = host_budget(c, shapes, budget(c, shapes, memory).engine, keeps_versions=False)
+        host = host_budget(c, shapes, budget(c, shapes, memory).engine, behind=0)
         assert host.get("update") == asleep
 
 
@@ -300,3 +300,25 @@ def test_seconds_of_a_step_are_those_that_an_h100_took(tmp_path: Path) -> None:
     assert "another one" in seconds("24GiB", lora={"r": 16})["because"]
     assert "within a factor of 2" in seconds(model=shell(tmp_path, "1.7B"), lora={"r": 16})["because"]
     assert "vLLM has not been measured" in seconds(engine="vllm")["because"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "behind"),
+    [
+        ({"max_lag": 2}, 2),
+        ({"max_lag": 2, "sync": {"name": "in_process", "lag": "mixed"}}, 2),
+        ({"max_lag": 1, "rollout_batch": "adaptive"}, 0),
+        ({"max_lag": 3, "rollout_batch": "adaptive", "sync": {"name": "in_process", "overlap": True}}, 1),
+        ({"max_lag": 4, "sync": {"name": "in_process", "lag": "continuous"}}, 0),
+        ({"max_lag": 2, "sync": "processes"}, 0),
+    ],
+)
+def test_older_weights_are_kept_where_the_sampler_is_behind(
+    tmp_path: Path, changes: dict[str, Any], behind: int
+) -> None:
+    """Not for a surplus, which waits for its step, nor in a run whose samplers keep their own."""
+    c = config(model=shell(tmp_path, "0.6B"), **changes)
+    assert resolved(c).behind == behind
+    shapes = Shapes.from_model(qwen3(), None)
+    kept = host_budget(c, shapes, None, behind=behind)["checkpoint"].get("kept versions", 0)
+    assert kept == (4 * shapes.parameters * (behind + 1) if behind else 0)

@@ -15,7 +15,7 @@ from rich.console import Console
 from scipy import stats
 
 from winnow.base.errors import ConfigError
-from winnow.methods.intervals import mean_interval
+from winnow.methods.intervals import mean_interval, score_interval
 from winnow.record.ledger import Ledger, LedgerError
 from winnow.record.records import RunDirectoryError
 from winnow.study.compare import Comparison, MethodResult, compare, reached_at
@@ -46,6 +46,12 @@ def test_the_interval_is_students(n: int) -> None:
     e = mean_interval(values)
     expected = stats.t.interval(0.95, n - 1, loc=values.mean(), scale=stats.sem(values))
     assert (e.low, e.high) == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.parametrize(("share", "n"), [(0.0, 3), (2 / 3, 3), (0.9, 10), (1.0, 8), (0.4, 200)])
+def test_the_interval_of_a_share_is_wilsons(share: float, n: int) -> None:
+    expected = stats.binomtest(round(share * n), n).proportion_ci(method="wilson")
+    assert score_interval(share, n) == pytest.approx((expected.low, expected.high), abs=1e-9)
 
 
 @pytest.mark.parametrize("values", [[], [1.0, math.nan, 2.0], [math.inf], [[1.0, 2.0]]])
@@ -280,6 +286,27 @@ def test_notes_say_what_spoils_a_comparison(runs: list[Path], tmp_path: Path) ->
     assert "fewer than 3 seeds: odd" in notes
     assert "before any training at seed 0" in notes
     assert by_name(found)["odd"].against["tokens_to_baseline"] is None
+
+
+def test_rewards_decide_what_is_right(tmp_path: Path) -> None:
+    """So runs with other rewards are not of the same thing; one of a version that had no such key is."""
+    same = [make(tmp_path / f"a-s{seed}", [0.1, 0.2], seed=seed, filter="keep_all") for seed in range(3)]
+    own = {"env": {"name": "countdown"}, "beta": 0.2}
+    named = [make(tmp_path / f"b-s{seed}", [0.1, 0.2], seed=seed, **own) for seed in range(3)]
+    other = [make(tmp_path / f"c-s{seed}", [0.1, 0.2], seed=seed, reward_funcs=["math"]) for seed in range(3)]
+    assert not any("differ in" in note for note in compare([*same, *named]).notes)
+    assert any("differ in reward_funcs" in note for note in compare([*same, *other]).notes)
+
+
+def test_a_run_whose_right_answers_became_unknown(tmp_path: Path) -> None:
+    run = make(tmp_path / "a-s0", [0.1, 0.2, 0.3])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[1:]:
+        if "eval/pass@1" in line:
+            line["eval/avg@n"] = line.pop("eval/pass@1") + 0.5
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match="right answers became unknown during the run; train it with success set"):
+        compare([run, run])
 
 
 def test_views(runs: list[Path], tmp_path: Path) -> None:

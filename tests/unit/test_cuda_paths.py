@@ -300,7 +300,7 @@ def test_versions_kept_for_a_lag_are_on_the_host() -> None:
         model = qwen3().to("cuda")
         engine = LocalEngine(model, word_tokenizer(VOCAB), slots=4, device="cuda")
         runner: Any = SimpleNamespace(engine=engine, pending=0, set_rules=lambda rules: None)
-        sampler = InProcessSampler(runner, max_lag=3, mixed=False, seed=0)
+        sampler = InProcessSampler(runner, behind=3, mixed=False, seed=0)
         held = []
         for version in range(4):
             sampler.publish(StateWeights(model.state_dict()), [], version)

@@ -54,6 +54,20 @@ def test_cache_keeps_contents_when_it_grows_and_moves_rows() -> None:
         assert torch.equal(cache.mask[row] == 0, torch.arange(cache.columns) < length)
 
 
+def test_an_emptied_cache_begins_as_large_as_it_was_used() -> None:
+    """Growing by and by again, with a copy each time, is what every step would do after it has made room."""
+    cache = KVCache([((2, 4), (2, 3))], 200, torch.float32, CPU)
+    for rows in (10, 40, 90):
+        cache.reserve(rows, 70)
+    cache.clear()
+    cache.clear()  # twice: an update may follow another
+    cache.reserve(3, 10)
+    assert (cache.rows, cache.columns) == (96, 128)
+    cache.clear()
+    cache.reserve(3, 10)
+    assert (cache.rows, cache.columns) == (16, 64), "as it was last used"
+
+
 def test_cache_has_no_more_rows_than_slots_and_can_be_emptied() -> None:
     cache = KVCache([((2, 4), (2, 3))], 20, torch.float32, CPU)
     cache.reserve(17, 10)

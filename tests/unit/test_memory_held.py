@@ -138,7 +138,7 @@ def test_a_checkpoint_holds_a_file_at_a_time_on_the_host(
     c = config(**changes)
     with PretendCuda() as gpu:
         model = qwen3().to("cuda")
-        predicted = host_budget(c, Shapes.from_model(model, c.lora), None, keeps_versions=True)
+        predicted = host_budget(c, Shapes.from_model(model, c.lora), None, behind=0)
         reference = frozen_copy(model) if c.keeps_reference else None
         if c.lora is not None:
             model = with_lora(model, c, None, None, word_tokenizer(VOCAB)).model

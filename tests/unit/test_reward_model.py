@@ -147,3 +147,15 @@ def test_a_template_that_wants_objects_scores_malformed_calls_too(saved):
     scores = model(prompts=[[{"role": "user", "content": "why?"}]] * 4, completions=completions)
     assert all(isinstance(score, float) for score in scores)
     assert scores[0] == pytest.approx(scores[1])
+
+
+def test_a_run_whose_samplers_score_does_not_hold_it(saved, tiny_config):
+    """It is checked here, with the same digest, and loaded in each sampler alone."""
+    digests = []
+    for sync in ("in_process", "processes"):
+        trainer = Trainer(config=tiny_config | {"reward_funcs": [saved], "sync": sync})
+        (function,) = trainer._parts.rewarder._functions
+        assert (function.model.model is None) == (sync == "processes")
+        digests.append(trainer._parts.fingerprints["reward functions"])
+        trainer.close()
+    assert digests[0] == digests[1]

@@ -59,8 +59,8 @@ def test_functions_by_name_run_in_another_process(module):
     rewarder = scored(["my_rewards:length", f"{module}:later", "my_rewards:everything"], g)
     assert g.rollouts[1].rewards == {"length": 12.0, "later": 0.5, "everything": 7.0}
     assert [r.extra for r in g.rollouts] == [{"step": 0}, {"step": 0}]
-    assert rewarder.pop_metrics()["pid"] != os.getpid()
-    assert rewarder.pop_metrics() == {}
+    assert rewarder.pop_logged()["pid"] != os.getpid()
+    assert rewarder.pop_logged() == {}
 
 
 def test_metrics_are_averaged():
@@ -69,7 +69,7 @@ def test_metrics_are_averaged():
             log_metric("length", len(completion))
         return [0.0] * len(completions)
 
-    assert scored(f, group("a", "bbb")).pop_metrics() == {"length": 2.0}
+    assert scored(f, group("a", "bbb")).pop_logged() == {"length": 2.0}
 
 
 def test_columns_of_log_extra_are_kept_with_the_rollouts():

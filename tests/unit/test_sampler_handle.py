@@ -62,7 +62,7 @@ def test_a_sampler_that_has_no_place_is_waited_for(sampler: SamplerPool, no_room
     assert sampler.poll() == []
     assert (sampler._members[0], channel_of_member(waits).told) == (waits, [])
     assert [len(member.flights) for member in sampler._members] == [0, 2]
-    channel_of(sampler, 1).says({"loaded": 2, "dtype": "float32", "metrics": {}})
+    channel_of(sampler, 1).says({"loaded": 2, "dtype": "float32", "logged": {}})
     sampler.poll()
     assert sampler.version == 2
     channel_of_member(waits).says({"placed": "there"})
@@ -110,10 +110,10 @@ def test_figures_of_each_sampler(sampler: SamplerPool) -> None:
     parts = {"prefill": 1.0, "sampling": 2.0}
     alive = {"seconds": 10.0, "idle_s": 4.0, "tokens": 100.0}
     channel_of(sampler, 0).says({"alive": alive, "spent": parts, "memory": held})
-    channel_of(sampler, 0).says({"loaded": 0, "dtype": "float32", "metrics": {}})
+    channel_of(sampler, 0).says({"loaded": 0, "dtype": "float32", "logged": {}})
     sampler.poll()
     sampler.publish({}, [], 1)
-    channel_of(sampler, 0).says({"loaded": 1, "dtype": "float32", "metrics": {}})
+    channel_of(sampler, 0).says({"loaded": 1, "dtype": "float32", "logged": {}})
     sampler.poll()
     sampler.publish({}, [], 2)
     channel_of(sampler, 1).says(None)
@@ -154,7 +154,7 @@ def test_gpu_memory_of_a_process_is_known_where_it_uses_a_gpu(monkeypatch: pytes
         all=lambda name, by_rank: [getattr(rank, name)() for _ in by_rank],
         same=lambda name: [{"optimizer": 1.0}, {"optimizer": 9.0}],
     )
-    found = FsdpLearner(ranks, Sizes(1, 1, 1, None), "float32", {}).metrics()  # type: ignore[arg-type]
+    found = FsdpLearner(ranks, Sizes(1, 1, 1, None), "float32", {}, read=True).metrics()  # type: ignore[arg-type]
     assert found["rank/1/gpu_memory_gib"] == 1.5
     assert found["rank/0/memory_mib"] > 50
     assert found["seconds/update/optimizer"] == 1.0, "rank 0's"
@@ -162,17 +162,17 @@ def test_gpu_memory_of_a_process_is_known_where_it_uses_a_gpu(monkeypatch: pytes
 
 def test_the_version_is_the_oldest_that_is_known(sampler: SamplerPool) -> None:
     for slot in range(2):
-        channel_of(sampler, slot).says({"loaded": 0, "dtype": "float32", "metrics": {}})
+        channel_of(sampler, slot).says({"loaded": 0, "dtype": "float32", "logged": {}})
     sampler.poll()
     sampler.publish({}, [], 1)
     assert sampler.version == 0
-    channel_of(sampler, 0).says({"loaded": 1, "dtype": "float32", "metrics": {"mine": 2.0}})
+    channel_of(sampler, 0).says({"loaded": 1, "dtype": "float32", "logged": {"mine": 2.0}})
     sampler.poll()
     assert sampler.version == 0
-    channel_of(sampler, 1).says({"loaded": 1, "dtype": "float32", "metrics": {"mine": 4.0}})
+    channel_of(sampler, 1).says({"loaded": 1, "dtype": "float32", "logged": {"mine": 4.0}})
     sampler.poll()
     assert sampler.version == 1
-    assert sampler.metrics()["mine"] == 3.0
+    assert sampler.logged()["mine"] == 3.0
 
 
 def test_a_sampler_that_starts_holds_nobody_up(sampler: SamplerPool) -> None:
@@ -181,7 +181,7 @@ def test_a_sampler_that_starts_holds_nobody_up(sampler: SamplerPool) -> None:
     starts.stage = Stage.PLACED
     for version in (1, 2, 3):
         sampler.publish({}, [], version)
-        channel_of(sampler, 0).says({"loaded": version, "dtype": "float32", "metrics": {}})
+        channel_of(sampler, 0).says({"loaded": version, "dtype": "float32", "logged": {}})
         sampler.poll()
         assert sampler.version == version
     assert versions_sent(sampler, 1) == []
@@ -190,7 +190,7 @@ def test_a_sampler_that_starts_holds_nobody_up(sampler: SamplerPool) -> None:
     assert versions_sent(sampler, 1) == [3]
     assert sampler.metrics()["sampler/1/lag"] <= 1
     sampler.publish({}, [], 4)
-    channel_of(sampler, 0).says({"loaded": 4, "dtype": "float32", "metrics": {}})
+    channel_of(sampler, 0).says({"loaded": 4, "dtype": "float32", "logged": {}})
     sampler.poll()
     assert versions_sent(sampler, 1) == [3, 4]
     assert sampler.version == 3, "its first jobs may have tokens of version 3"

@@ -39,7 +39,8 @@ class TestSavedTypes:
 
     @pytest.fixture
     def config(self, tiny_config: dict[str, Any]) -> dict[str, Any]:
-        return tiny_config | {"max_steps": 2, "eval_steps": None, "reward_funcs": REWARDS}
+        engine = {"name": "local", "dtype": "bfloat16"}
+        return tiny_config | {"max_steps": 2, "eval_steps": None, "reward_funcs": REWARDS, "engine": engine}
 
     def types(self, directory: Path) -> tuple[set[torch.dtype], str]:
         """Of the weights, and in config.json."""
@@ -68,6 +69,23 @@ class TestSavedTypes:
         assert Trainer.resume(run).config.save_dtype == "bfloat16"
         Trainer.resume(run, {"save_dtype": "float32"}).finish()
         assert self.types(run / "model") == ({torch.float32}, "float32")
+
+    def test_what_was_sampled_in_float32_is_saved_in_it(
+        self, half: Path, config: dict[str, Any], tmp_path: Path
+    ) -> None:
+        """Rounded to bfloat16 a model loses what a few steps have changed, and is not the one that was evaluated."""
+        Trainer(config=config | {"model": str(half), "engine": "local"}).train()
+        run = tmp_path / "run"
+        assert self.types(run / "model") == ({torch.float32}, "float32")
+        saved = load_file(run / "checkpoints" / "step-000002" / "model" / "model.safetensors")
+        assert all(torch.equal(t, saved[name]) for name, t in load_file(run / "model" / "model.safetensors").items())
+        given = Trainer(
+            config=config
+            | {"model": str(half), "engine": "local", "save_dtype": "bfloat16"}
+            | {"output_dir": str(tmp_path / "other")}
+        )
+        assert given.config.save_dtype == "bfloat16"
+        given.close()
 
     def test_every_parameter_keeps_its_own_type_and_patterns_choose(
         self, half: Path, config: dict[str, Any], tmp_path: Path

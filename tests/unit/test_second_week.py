@@ -17,7 +17,7 @@ from winnow.config import validate
 from winnow.env.presets import PRESETS
 from winnow.env.rewards.math import gold_answer
 from winnow.env.rewards.pooled import completion_text
-from winnow.env.rewards.rewarder import Rewarder
+from winnow.env.rewards.rewarder import Rewarder, without_taken
 from winnow.env.row_files import DataError, Row
 from winnow.env.rows import rows_of
 from winnow.env.workers import bubblewrap, bwrap_worker
@@ -37,7 +37,7 @@ def test_a_mean_of_nothing_is_left_out() -> None:
         log_metric("b", math.nan)
         return [1.0] * len(completions)
 
-    assert scored(judge, group("x")).pop_metrics() == {"a": 1.0}
+    assert scored(judge, group("x")).pop_logged() == {"a": 1.0}
 
 
 def test_the_names_of_a_run_are_its_own() -> None:
@@ -47,7 +47,7 @@ def test_the_names_of_a_run_are_its_own() -> None:
         return [1.0] * len(completions)
 
     with pytest.warns(UserWarning, match="log_metric: 'step' is a metric of the run"):
-        assert scored(judge, group("x")).pop_metrics({"step": 1.0}) == {"mine": 1.0}
+        assert without_taken(scored(judge, group("x")).pop_logged(), {"step": 1.0}) == {"mine": 1.0}
 
 
 def test_the_two_rows_of_math_without_braces() -> None:
@@ -114,7 +114,7 @@ def test_values_of_held_out_rollouts_are_not_those_of_training() -> None:
 
     rewarder = Rewarder(judge)
     score_all(rewarder, [group("x"), replace(group("held out", number=1), purpose="eval")])
-    assert rewarder.pop_metrics() == {"length": 1.0}
+    assert rewarder.pop_logged() == {"length": 1.0}
     rewarder.close()
 
 

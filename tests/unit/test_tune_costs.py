@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from winnow.config import validate
 from winnow.run.inputs import build_task
 from winnow.study.costs import WORK, Costs, Seen, Shape, Shapes, Step, add
 from winnow.study.simulate import Policy
-from winnow.study.timeline import Machine, predict
+from winnow.study.timeline import Machine, Prediction, predict
+from winnow.study.tune import Tuning
 from winnow.types import Rollout
 
 TRUE = {
@@ -140,3 +142,23 @@ def test_an_update_alongside_generation_hides_the_shorter_of_the_two(machine: Ma
 def test_gates_are_refused(machine: Machine) -> None:
     with pytest.raises(ConfigError, match="gates: they decide by tokens"):
         predict(config(gates=[{"name": "random", "k": 2}]), build_task(ENV).train, machine)
+
+
+def test_contenders_run_for_equal_seconds() -> None:
+    """What a run takes besides its steps, loading and evaluations, is not taken from those after it."""
+    asked, left = [], [200.0]
+
+    def run(name: str, changes: Any, limits: Any, prediction: Any = None) -> Any:
+        asked.append(limits.seconds)
+        left[0] -= 1.3 * limits.seconds
+        steps = [SimpleNamespace(seconds={"update": limits.seconds})]
+        return SimpleNamespace(warm=True, stopped="", mean_passed=0.5, per_signal=len(asked), steps=steps)
+
+    notes: list[str] = []
+    tuning: Any = SimpleNamespace(left=lambda part: left[0], run=run, runs={}, note=notes.append)
+    ranked = [({"seed": n} if n else {}, Prediction([1.0], 10.0 + n, {})) for n in range(4)]
+    best: Any = Tuning.contend(tuning, ranked)
+    assert set(asked) == {50.0}
+    assert len(asked) == 3, "the fourth has no 50 seconds left"
+    assert notes == ["minutes: too few to run 1 of 3 predicted settings"]
+    assert best.per_signal == 1

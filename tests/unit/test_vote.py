@@ -9,7 +9,7 @@ from winnow.env.base import Answering
 from winnow.env.rewards.math import same_answers
 from winnow.methods.gate.arrol.head import HeadWeights
 from winnow.rollout.evaluate import rank_weights, weighted_vote
-from winnow.study.vote import by_head
+from winnow.study.vote import _interval, by_head
 from winnow.tasks.countdown import CountdownConfig
 from winnow.types import Rollout
 
@@ -75,3 +75,12 @@ def test_mathematical_answers_are_the_same_when_their_values_are() -> None:
 def test_ranks_are_of_a_list() -> None:
     with pytest.raises(ValueError, match="list of numbers"):
         rank_weights(np.zeros((2, 2)))
+
+
+def test_a_share_of_votes_has_an_interval_within_0_and_1() -> None:
+    """All right on a few prompts is no certainty."""
+    found = _interval([1.0] * 8, [1.0] * 7 + [0.0])
+    assert (found["share"], found["high"], found["difference"]) == (1.0, 1.0, 0.125)
+    assert 0.6 < found["low"] < 0.7
+    low, high = (_interval([1.0, 1.0, 0.0], [0.0] * 3)[name] for name in ("low", "high"))
+    assert 0 < low < 2 / 3 < high < 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from winnow.base.errors import ConfigError
 from winnow.cli.main import app
+from winnow.study import watch
 from winnow.study.watch import Watch
 
 from ..builders.pages import make_run
@@ -51,6 +53,23 @@ def test_page_and_data(run: Path) -> None:
         answer, body = ask(server, "/data.json", If_None_Match=mark)
         assert answer.status == 200
         assert json.loads(body)["runs"][0]["metrics"]["step"][-1] == 21
+
+
+def test_a_page_that_takes_long_is_read_a_tenth_of_the_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long run changes in every second, and a page asks every two."""
+    read: list[float] = []
+    monkeypatch.setattr(watch, "AT_ONCE_S", 0.0)
+    monkeypatch.setattr(watch, "report_data", lambda runs: {"read": read.append(time.monotonic())})
+    with Watch([run]) as server:
+        monkeypatch.setattr(watch, "report_data", lambda runs: (time.sleep(0.05), {"read": read.append(0.0)})[1])
+        server._rest_until = 0.0
+        for size in range(5):
+            (run / "metrics.jsonl").write_text("x" * size)
+            server.document()
+        assert len(read) == 2, "once at the start, and once of the five"
+        server._rest_until = 0.0
+        assert server.document()[0] == watch.mark_of([run])
+    assert len(read) == 3
 
 
 def test_who_is_answered(run: Path) -> None:

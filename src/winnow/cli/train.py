@@ -30,7 +30,7 @@ def _train(trainer: Trainer, as_json: bool) -> None:
     found: dict[str, Any] = {**trainer.train()}
     counted = {FAILED: failures_of(trainer.run_dir), TRUNCATED: truncated_of(trainer.run_dir)}
     found |= {name: counts for name, counts in counted.items() if counts}
-    show(found | {"run": str(trainer.run_dir)}, as_json, _table)
+    show(found | {"run": trainer.config.output_dir}, as_json, _table)
 
 
 def _table(found: dict[str, Any]) -> RenderableType:

@@ -14,6 +14,14 @@ from ..base.errors import ConfigError
 from ..base.weights import FiniteWeights, Weights, is_finite, specs_of, state_of, tied_names
 from ..env.chat import MARK
 
+WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Options of configurations that limit attention to a window."""
+
+
+def has_local_layers(config: Any) -> bool:
+    """Return whether some layers see a window of columns only, as in GPT-Neo, whose option is `window_size`."""
+    return "local" in (getattr(config, "attention_layers", None) or ())
+
 
 @dataclass(frozen=True)
 class Facts:

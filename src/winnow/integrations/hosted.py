@@ -18,12 +18,11 @@ KEPT = frozenset({*METHODS, "audit", "seed", "success"} - MAY_CHANGE_ON_RESUME)
 """Keys that stay the same on a resume."""
 
 
-def open_account(c: RunConfig, methods: Methods, mark: Mapping[str, Any] | None, step: int) -> Ledger:
-    """Open the ledger in `output_dir`, and write the run's configuration and charts.
+def open_account(run_dir: Path, c: RunConfig, methods: Methods, mark: Mapping[str, Any] | None, step: int) -> Ledger:
+    """Open the ledger in `run_dir`, and write the run's configuration and charts.
 
     `mark`: that of the checkpoint of `step`, to which the ledger is rolled back; None for a new run.
     """
-    run_dir = Path(c.output_dir)
     private_directory(run_dir)
     write_json(run_dir / CONFIG, as_saved(c), private=True)
     write_json(run_dir / CHARTS, method_charts(c, methods.options), private=True)

@@ -45,7 +45,7 @@ class LoopInTrl:
     def __init__(self, trainer: Any, c: RunConfig, task: Task, roll_out: RollOut, *, own_advantages: bool) -> None:
         self.config = c
         self._own_advantages = own_advantages
-        self.run_dir = Path(c.output_dir)
+        self.run_dir = Path(c.output_dir).absolute()
         self._trainer = trainer
         self._task = task
         by_engine = "engine" in c.model_fields_set
@@ -181,7 +181,7 @@ class LoopInTrl:
     def _begin(self) -> Collector:
         c, m, state, _ = self.config, self._methods, self._resumed, self._code
         mark, step = (None, 0) if state is None else (state["ledger"], state["loop"]["step"])
-        self._ledger = ledger = open_account(c, m, mark, step)
+        self._ledger = ledger = open_account(self.run_dir, c, m, mark, step)
         keep_from_uploads(self.run_dir)
         if state is not None:
             with suppress(OSError):

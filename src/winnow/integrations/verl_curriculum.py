@@ -62,7 +62,7 @@ class Curriculum:
     def __init__(self, c: RunConfig, task: VerlRows, *, tokenizer: Any = None, code: Sequence[str] = ()) -> None:
         task.require_batch(c.prompts_per_step)
         self.config, self._task, self._tokenizer = c, task, tokenizer
-        self.run_dir = Path(c.output_dir)
+        self.run_dir = Path(c.output_dir).absolute()
         try:
             self._methods = build_methods(c, Options.from_config(c), task.train, success_of(c))
         except ConfigError as error:
@@ -253,7 +253,7 @@ class Curriculum:
                 f"(0: none, it was saved without Winnow); {NEW_RUN}"
             )
         mark = None if saved is None else saved.model_dump(mode="json")["ledger"]
-        ledger = open_account(self.config, self._methods, mark, step)
+        ledger = open_account(self.run_dir, self.config, self._methods, mark, step)
         offsets = None if saved is None else saved.offsets
         self._records = Records(self.run_dir, self.config, offsets, tokenizer=self._tokenizer)
         self._failures = FailureWatch(ledger.failures())

@@ -44,6 +44,14 @@ def mean_interval(values_S: Sequence[float] | np.ndarray) -> Estimate:
     return Estimate(mean, mean - half, mean + half, n)
 
 
+def score_interval(share: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95% interval of a share of `n` yes-or-no values: within [0, 1], and of some width at its ends."""
+    z2 = Z_95**2
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 * (share * (1 - share) / n + z2 / (4 * n * n)) ** 0.5 / (1 + z2 / n)
+    return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
+
+
 def _quantile(degrees: int) -> float:
     """Return the 0.975 quantile of Student's t; beyond the table from its expansion, to 1e-4."""
     return T_95[degrees - 1] if degrees <= len(T_95) else student(degrees)

@@ -81,11 +81,11 @@ class Display:
             self._live.update(Group(self._line(step, metrics), fate_line(self._tokens), *workers, self._progress))
         elif evaluated is not None or time.monotonic() - self._last_line > LINE_EVERY_S or step == self._max_steps:
             self._last_line = time.monotonic()
-            self.console.print(self._line(step, metrics), highlight=False)
+            self.console.print(self._line(step, metrics), highlight=False, markup=False)
 
     def warn(self, message: str) -> None:
         """Print a warning above the live display."""
-        self.console.print(visible(f"warning: {message}"), style="yellow", highlight=False)
+        self.console.print(visible(f"warning: {message}"), style="yellow", highlight=False, markup=False)
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         zero = metrics.get("frac_reward_zero_std", 0.0)

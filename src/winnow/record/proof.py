@@ -130,7 +130,7 @@ def verify(db: sqlite3.Connection) -> Proof:
     for query, message in CHECKS:
         problems += first_few([message.format(*row) for row in db.execute(query, facts)], "like it")
     problems += _voids(db)
-    metrics = [row[0] for row in db.execute("SELECT metrics FROM steps WHERE void = 0 ORDER BY step")]
+    metrics = db.execute("SELECT metrics FROM steps WHERE void = 0 ORDER BY step")
     count = lambda query: int(db.execute(query).fetchone()[0])  # noqa: E731
     return Proof(
         ok=not problems,
@@ -143,7 +143,7 @@ def verify(db: sqlite3.Connection) -> Proof:
         restarts=count("SELECT COUNT(*) FROM restarts"),
         finished=finished,
         rules=audited_rules(db),
-        costs=costs_of(map(from_json, metrics)),
+        costs=costs_of(from_json(row[0]) for row in metrics),
     )
 
 

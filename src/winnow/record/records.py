@@ -6,7 +6,9 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,17 +62,17 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return from_saved(values)
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl. Raises RunDirectoryError with file and line of a damaged one."""
-    rows = []
-    for number, line in enumerate((run_dir / METRICS).read_bytes().splitlines(), 1):
-        try:
-            rows.append(from_json(line))
-        except ValueError as error:
-            raise RunDirectoryError(
-                f"{run_dir / METRICS}:{number}: damaged: {error}; remove the line (training state is unaffected)"
-            ) from None
-    return rows
+def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of metrics.jsonl. Warns of a damaged one, and leaves it out: no state depends on it."""
+    with (run_dir / METRICS).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = from_json(line)
+                int(row["step"])
+            except (ArithmeticError, ValueError, TypeError, KeyError) as error:
+                warnings.warn(f"{run_dir / METRICS}:{number}: damaged ({error!r}), so it is left out", stacklevel=2)
+                continue
+            yield row
 
 
 def fingerprints_of(run_dir: Path, name: str = "fingerprints") -> dict[str, str]:
@@ -89,11 +91,12 @@ def lock(run_dir: Path) -> IO[str]:
     file = private_file(run_dir / "run.lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         file.close()
-        raise RunDirectoryError(
-            f"{run_dir}: another run is using this directory; wait for it or choose another output_dir"
-        ) from None
+        problem = "another run is using this directory; wait for it or choose another output_dir"
+        if not isinstance(error, BlockingIOError):
+            problem = f"its file system has no locks ({error.strerror}), which SQLite needs, too; put it on another one"
+        raise RunDirectoryError(f"{run_dir}: {problem}") from None
     return file
 
 
@@ -181,6 +184,7 @@ class Records:
         return {name: file.tell() for name, file in self._files.items()}
 
     def close(self) -> None:
-        self._trackers.close(failed=self.failed)
-        for file in self._files.values():
-            file.close()
+        with ExitStack() as stack:  # all of them, also after one that fails
+            for file in self._files.values():
+                stack.callback(file.close)
+            self._trackers.close(failed=self.failed)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.sanitize import plain
 from ..env.chat import common_prefix
 from ..env.prompting import decode
 from ..types import Decision, Group, Rollout, Token, Turn
@@ -44,7 +45,7 @@ def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[s
         "prompt_id": prompt.id,
         "epoch": group.visit.epoch,
         "sibling": r.sibling,
-        "prompt": prompt.text if prompt.messages is None else list(prompt.messages),
+        "prompt": prompt.text if prompt.messages is None else plain(prompt.messages, str),
         "completion": r.text,
         "reward": r.reward,
         "rewards": r.rewards,

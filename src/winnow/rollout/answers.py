@@ -11,7 +11,8 @@ keyed by rollout and request; it may change the rounding of their probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -56,9 +57,10 @@ def require_future(env: Any, answer: Any) -> None:
 
 
 class Answers:
-    """The pending answers of a runner."""
+    """The pending answers of a runner. `waits`: called every `PATIENCE_S` while one is waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Callable[[], None] = lambda: None) -> None:
+        self._waits = waits
         self.pending: list[Awaited] = []
         self.in_order = True
         """Whether due answers are still waited for together."""
@@ -68,7 +70,10 @@ class Answers:
     def take(self, clock: int) -> list[Awaited]:
         """Return the due answers that have arrived, after waiting for all of them while that is possible."""
         due = [awaited for awaited in self.pending if awaited.due <= clock]
-        wait_for([awaited.answer for awaited in due if awaited.independent])
+        late = {awaited.answer for awaited in due if awaited.independent and not awaited.answer.done()}
+        while late:
+            _, late = wait_for(late, PATIENCE_S)
+            self._waits()
         if self.in_order:
             self._wait_in_order([awaited.answer for awaited in due])
         return self._taken(due)
@@ -83,13 +88,18 @@ class Answers:
             return self.take(max((awaited.due for awaited in self.pending), default=0))
         if wait:
             answers: list[Future[Any]] = [awaited.answer for awaited in self.pending]
-            self.stuck = not wait_for([*answers, *others], STUCK_S, return_when=FIRST_COMPLETED).done
+            self.stuck, until = True, time.monotonic() + STUCK_S
+            while self.stuck and (left := until - time.monotonic()) > 0:
+                first = wait_for([*answers, *others], min(PATIENCE_S, left), return_when=FIRST_COMPLETED)
+                self.stuck = not first.done
+                self._waits()
         return self._taken(self.pending)
 
     def _wait_in_order(self, answers: Collection[Future[Any]]) -> None:
         late = {answer for answer in answers if not answer.done()}
         while late:
             arrived, late = wait_for(late, PATIENCE_S, return_when=FIRST_COMPLETED)
+            self._waits()
             if not arrived:
                 self.in_order = False
                 return

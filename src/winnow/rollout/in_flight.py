@@ -113,8 +113,8 @@ class Sibling:
             return self.rollout.prompt_ids
         segments = self.rollout.segments
         stops = [*[later.start for later in segments[1:]], self.length]
-        tokens = [int(t) for ids, *_ in self.pieces for t in ids]
-        return (*segments[segment].prompt_ids, *tokens[segments[segment].start : stops[segment]])
+        tokens_N = _joined([ids for ids, *_ in self.pieces], np.int64)
+        return (*segments[segment].prompt_ids, *tokens_N[segments[segment].start : stops[segment]].tolist())
 
     @property
     def current_agent(self) -> str:

@@ -50,15 +50,14 @@ class RolloutRunner:
         self.rewarder = rewarder
         self.options = dict(options)
         self._turn_length = turn_length_of(task)
-        self._one_turn = has_no_environment(task)
-        """Then no copy of a row is made for an environment."""
+        self._one_turn = has_no_environment(task)  # then no copy of a row is made for an environment
         self._prompts = PromptTokens(tokenizer)
         check_drafts(self.options.values(), engine.provides)
         self._flights: dict[tuple[str, int], Flight] = {}
-        self._answers = Answers()
+        self._answers = Answers(lambda: self.waits())
         self._rules = ActiveRules(rules, engine, task, tokenizer)
         self.seconds = Seconds("rewards", "environments")
-        self.waits: Callable[[], None] = lambda: None  # called every `PATIENCE_S` while rewards are waited for
+        self.waits: Callable[[], None] = lambda: None  # called every second while rewards or environments take theirs
 
     def spent(self) -> dict[str, float]:
         """Return seconds by what they were spent on since the last call, those of the engine included."""
@@ -233,6 +232,7 @@ class RolloutRunner:
         if inspect.isawaitable(answer):
             answer = shared_calls().awaited(answer)
         elif not isinstance(sibling.env, OverlappingEnv):
+            self.waits()
             return False
         require_future(sibling.env, answer)
         independent, due = getattr(sibling.env, "independent", False), self.engine.clock + OVERLAP
@@ -373,7 +373,7 @@ class RolloutRunner:
         for _, sibling in running:
             sibling.finish("cancelled")
         groups = [flight.ended_group() for flight in self._flights.values()]
-        self._flights, self._answers = {}, Answers()
+        self._flights, self._answers = {}, Answers(lambda: self.waits())
         return groups
 
     def _close_if_ended(self, flight: Flight) -> None:

@@ -31,6 +31,8 @@ AT_MOST = 16_384
 """Most tokens of a micro-batch: more are no faster."""
 AT_LEAST = 256
 """Fewest tokens: with fewer, a pass over the weights takes as long as the products."""
+MOST_OF_VLLM = 0.95
+"""Largest `gpu_memory_utilization` that is chosen; vLLM refuses more than is free on the GPU."""
 ASLEEP = GIB
 """GPU memory that a sleeping vLLM keeps: CUDA graphs and workspaces; an estimate."""
 OPTIMIZER = {"adamw_torch_8bit": 2, "adamw_torch_4bit": 1, "sgd": 4, "muon": 4, "adafactor": 0}
@@ -166,6 +168,10 @@ class Budget:
     """Whether layers are recomputed; None: as configured."""
     several_turns: bool = False
     """Whether the embedded engine keeps keys and values while environments answer."""
+    total: int = 0
+    """Bytes of the GPU with what other processes have, of which vLLM takes a share; 0: as `memory`."""
+    samplers: int = 1
+    """Processes that sample on this GPU."""
 
     def phases(self) -> Phases:
         """Return the bytes held, by phase and part."""
@@ -179,16 +185,17 @@ class Budget:
             if c.lora is not None and c.lora.merge:
                 parts["publish"]["merged weights"] = 4 * shapes.matrices // shapes.layers  # one layer at a time
         if self.sampler and isinstance(engine, VllmOptions):
-            share = max(int((engine.gpu_memory_utilization or 0.0) * self.memory), self._least_of_vllm())
+            share = max(int((engine.gpu_memory_utilization or 0.0) * self._whole), self._least_of_vllm())
             for phase in parts.values():
-                phase["vLLM (gpu_memory_utilization)"] = share
+                phase["vLLM (gpu_memory_utilization)"] = share * self.samplers
             if engine.sleep:
                 del parts["update"]["vLLM (gpu_memory_utilization)"]
                 parts["update"]["vLLM asleep"] = ASLEEP
         elif self.sampler:
             # the embedding is float32, and the head separate
-            weights = 4 * shapes.vocabulary + engine_bytes(engine) * shapes.parameters
-            parts["generation"] |= {"engine weights": weights} | self._generation_parts()
+            weights = self.samplers * (4 * shapes.vocabulary + engine_bytes(engine) * shapes.parameters)
+            held = {part: self.samplers * size for part, size in self._generation_parts().items()}
+            parts["generation"] |= {"engine weights": weights} | held
             parts["publish"]["engine weights"] = weights
             if not self.learner:
                 parts["publish"]["a layer in float32"] = 4 * shapes.matrices // shapes.layers
@@ -209,9 +216,9 @@ class Budget:
             values["tokens_per_microbatch"] = max(AT_LEAST, min(AT_MOST, tokens))
             budget = replace(budget, tokens=values["tokens_per_microbatch"])
         if self.sampler and isinstance(engine, VllmOptions) and not share_given:
-            least = self._least_of_vllm() / self.memory
-            if least > (engine.gpu_memory_utilization or 0.0):
-                values["engine"] = {"gpu_memory_utilization": min(1.0, math.ceil(100 * least) / 100)}
+            share = self._share_of_vllm()
+            if share > (engine.gpu_memory_utilization or 0.0):
+                values["engine"] = {"gpu_memory_utilization": share}
         if self.sampler and isinstance(engine, LocalOptions):
             size = c.num_generations  # slots that one more prompt needs
             one, two = (replace(self, engine=replace(engine, slots=n * size))._left("generation") for n in (1, 2))
@@ -242,6 +249,10 @@ class Budget:
     def _half_base(self) -> bool:
         c = self.config
         return c.lora is not None and c.dtype == "bfloat16" and self.shapes.in_bfloat16 and self.ranks == 1
+
+    @property
+    def _whole(self) -> int:
+        return self.total or self.memory
 
     def _left(self, phase: str) -> int:
         return int(USABLE * self.memory) - sum(self.phases().get(phase, {}).values())
@@ -323,21 +334,35 @@ class Budget:
             "logits": slots * shapes.vocab_size * (each + 8),
         }
 
-    def _least_of_vllm(self) -> int:
-        """Return vLLM's minimum: weights, its largest pass, and keys and values of a group's longest rollouts."""
-        c, shapes = self.config, self.shapes
+    def _least_of_vllm(self, sequences: int = 0) -> int:
+        """Return vLLM's minimum: weights, its largest pass, and keys and values of so many of the longest rollouts, of
+        a group by default."""
+        c, shapes, parts = self.config, self.shapes, getattr(self.engine, "tensor_parallel_size", 1)
         each = weight_bytes(self.engine, shapes)
-        keys = c.num_generations * c.longest * shapes.kv_elements * each
+        keys = (sequences or c.num_generations) * c.longest * shapes.kv_elements * each
         logits = 4 * 256 * shapes.vocab_size
-        return each * shapes.parameters + keys + 2 * logits + VLLM_TOKENS * 4 * (shapes.hidden + shapes.intermediate)
+        work = 2 * logits + VLLM_TOKENS * 4 * (shapes.hidden + shapes.intermediate)
+        return (each * shapes.parameters + keys) // parts + work
+
+    def _share_of_vllm(self) -> float:
+        """Return the share of the GPU that vLLM needs; where it sleeps during updates, all that it can use of what
+        generation leaves. At most `MOST_OF_VLLM`."""
+        needs = self._least_of_vllm()
+        if self.engine.sleep:
+            rollouts = self.config.prompts_per_step * self.config.num_generations
+            useful = self._least_of_vllm(min(self.engine.slots, rollouts))
+            without = replace(self, engine=replace(self.engine, gpu_memory_utilization=None))
+            room = min(without._left("generation"), without._left("publish")) // self.samplers + needs
+            needs = max(needs, min(useful, room))
+        return min(MOST_OF_VLLM, math.ceil(100 * needs / self._whole) / 100)
 
 
-def host_budget(c: RunConfig, shapes: Shapes, engine: Any, *, keeps_versions: bool) -> Phases:
+def host_budget(c: RunConfig, shapes: Shapes, engine: Any, *, behind: int) -> Phases:
     """Return the bytes of weights that the learner's process holds on the host, next to a GPU, by phase.
 
-    `engine`: its options. `keeps_versions`: the sampler keeps the weights of the last `max_lag` steps there."""
+    `engine`: its options. `behind`: steps whose weights the sampler keeps there, next to the newest."""
     whole, alone = 4 * shapes.parameters, c.lora is None
-    kept = {"kept versions": (c.max_lag + 1) * whole} if c.max_lag and keeps_versions else {}
+    kept = {"kept versions": (behind + 1) * whole} if behind else {}
     written = max(min(FILE_BYTES, whole), 4 * shapes.vocabulary) if alone else 0
     saved = 2 if shapes.in_bfloat16 and c.save_dtype != "float32" else 4
     asleep = {}

@@ -27,9 +27,11 @@ from ..env.rewards.workers import RewardWorkers
 from ..learner import Learner, Policy
 from ..learner.adapters import adapted
 from ..learner.agreement import Agreement
+from ..learner.fsdp.learner import FsdpLearner
 from ..learner.local.reference import frozen_copy
 from ..learner.teacher import Teacher, build_teacher
 from ..methods.gate.audit import rules_of
+from ..record.records import CONFIG
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext
@@ -54,6 +56,8 @@ class Parts:
     """Every part of a run."""
 
     resolved: Resolved
+    run_dir: Path
+    """Absolute: the working directory may change."""
     task: Task
     engine: Engine | None
     """None if samplers have their own."""
@@ -97,7 +101,8 @@ class Parts:
         Raises ConfigError when they differ, NothingSampledError when all probes failed.
         """
         if self.engine is None or "logp" in self.engine.provides:
-            self.agreement = check_agreement(self.task.train, self._probe, self.learner, lambda: self.sampler.dtype)
+            samplers, dtype = getattr(self.resolved.options.sync, "samplers", 1), lambda: self.sampler.dtype
+            self.agreement = check_agreement(self.task.train, self._probe, self.learner, dtype, samplers)
 
     def evaluate(self) -> Evaluation:
         """Sample the held-out prompts with the newest weights. Raises ConfigError if there are none."""
@@ -110,6 +115,11 @@ class Parts:
         groups = self.sampler.run(jobs)
         self.probed += [rollout for group in groups for rollout in group.rollouts]
         return groups
+
+    def require_shared(self) -> None:
+        """Raise ConfigError unless ranks on other machines see the run's directory, which has to exist."""
+        if isinstance(self.learner, FsdpLearner):
+            self.learner.require_shared(self.run_dir / CONFIG)
 
     def save(self, directory: Path) -> None:
         """Write what a resume needs."""
@@ -137,11 +147,11 @@ def build(
 
     `entry`: the module that serves a sampler in another process.
     """
-    c, own_engines = r.config, r.options.own_engines
+    c, own_engines, run_dir = r.config, r.options.own_engines, Path(r.config.output_dir).absolute()
     r.set_threads()
     require_places(r)
     with ExitStack() as built:  # closed if a later part fails
-        rewarder = build_rewarder(c, task, inputs.reward_list)
+        rewarder = build_rewarder(c, task, inputs.reward_list, scores=not own_engines)
         built.callback(rewarder.close)
         m = _checked_methods(r, task, rewarder, resumed)  # before weights are loaded, which may take minutes
         policy, engine = build_policy(r, inputs.processing_class, checkpoint, with_engine=not own_engines)
@@ -159,21 +169,22 @@ def build(
             task=task,
             tokenizer=policy.tokenizer,
             greedy_baseline=greedy,
-            behind=c.max_lag - m.rollout_batch.carry - r.options.overlap,  # what is carried or ahead waits for a step
+            behind=r.behind,
             runner=runner,
             seed=c.seed,
             settings=c.model_dump(mode="json"),
-            run_dir=Path(c.output_dir),
+            run_dir=run_dir,
             device=c.device,
             reward_env=c.reward_env,
             engine=r.engine,
             cores=r.options.cores,
+            model_bytes=4 * learner.sizes.total,
             gpu=gpu,
             entry=entry,
         )
         sampler = r.options.sync.build(context)
         built.callback(sampler.close)
-        parts = Parts(r, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)
+        parts = Parts(r, run_dir, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)
         parts.teacher = _teacher_of(r, learner, policy, task)
         if engine is not None:
             engine.load_weights(learner.weights(), 0)
@@ -213,9 +224,11 @@ def require_held_out(task: Task) -> None:
         raise ConfigError("eval_dataset: no held-out prompts to evaluate on; give some (env: test)")
 
 
-def build_rewarder(c: RunConfig, task: Task, given: Sequence[RewardSpec] | None = None) -> Rewarder:
+def build_rewarder(
+    c: RunConfig, task: Task, given: Sequence[RewardSpec] | None = None, *, scores: bool = True
+) -> Rewarder:
     """Build the rewarder from the objects `given`, else `reward_funcs`, else the task's own functions, and, with
-    `soft_overlong_cache`, DAPO's punishment beside them. Raises ConfigError."""
+    `soft_overlong_cache`, DAPO's punishment next to them. `scores`: in this process. Raises ConfigError."""
     workers = RewardWorkers(2, c.reward_memory_mb, tuple(c.reward_env), c.reward_sandbox)
     functions, weights = list(given or c.reward_funcs or task.reward_funcs), c.reward_weights
     if c.soft_overlong_cache is not None:
@@ -224,7 +237,7 @@ def build_rewarder(c: RunConfig, task: Task, given: Sequence[RewardSpec] | None 
         except ValueError as error:
             raise ConfigError(str(error)) from None
         weights = None if weights is None else [*weights, 1.0]
-    return Rewarder(functions, weights, c.reward_timeout_s, workers=workers, device=c.device)
+    return Rewarder(functions, weights, c.reward_timeout_s, workers=workers, device=c.device if scores else None)
 
 
 def build_learner(policy: Policy, r: Resolved) -> Learner:

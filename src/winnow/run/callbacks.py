@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class TrainerState:
 
     def log(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Append a row of metrics to the history; return it with `epoch`, and evaluations under TRL's names, too."""
-        row = {**metrics, **trl_names(metrics), "epoch": self.epoch}
+        row = {sys.intern(str(k)): v for k, v in {**metrics, **trl_names(metrics), "epoch": self.epoch}.items()}
         self.log_history.append(row)
         return row
 

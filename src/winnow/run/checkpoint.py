@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,7 @@ from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directo
 from ..base.state import Count, State, StateError, at
 from ..collect import LoopState
 from ..record.ledger import TABLES
-from ..record.records import CONFIG, LEDGER, START, RunDirectoryError
+from ..record.records import CONFIG, LEDGER, METRICS, SAMPLES, START, RunDirectoryError
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -98,9 +99,11 @@ def save(
     root = run_dir / "checkpoints"
     private_directory(root)
     target, temporary = root / _name(step), root / f".writing-{_name(step)}"
-    for leftover in (*root.glob(".writing-*"), *root.glob(".removing-*")):
-        shutil.rmtree(leftover)
+    for leftover in root.glob(".removing-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     try:
+        for leftover in root.glob(".writing-*"):
+            shutil.rmtree(leftover)
         private_directory(temporary)
         write(temporary)
         readable(temporary)
@@ -137,13 +140,14 @@ def _name(step: int) -> str:
 def _remove(directory: Path) -> None:
     """Remove a checkpoint, renaming it first: a reader must not mistake half of it for a damaged one.
 
-    Raises CheckpointError for a link: its target is not the run's to remove.
+    What cannot be removed now (NFS keeps what somebody reads) goes with the next one. Raises CheckpointError for a
+    link: its target is not the run's to remove.
     """
     if directory.is_symlink():
         raise CheckpointError(f"{directory}: a symbolic link, not what this run saved; remove it, and resume")
-    moved = directory.with_name(f".removing-{directory.name}")
+    moved = directory.with_name(f".removing-{time.time_ns()}-{directory.name}")
     directory.rename(moved)
-    shutil.rmtree(moved)
+    shutil.rmtree(moved, ignore_errors=True)
 
 
 def _write_manifest(directory: Path, step: int) -> None:
@@ -263,7 +267,7 @@ def marks(run_dir: Path) -> dict[str, dict[str, Any]]:
     by_file = {}
     for path in (run_dir / START, *saved, *of_trl[-1:]):
         try:
-            values = from_json(bytes_of(path))
+            values = from_json(bytes_of(path, sys.maxsize))
             by_file[os.path.relpath(path, run_dir)] = values if path.name == START else dict(values["ledger"])
         except FileNotFoundError:
             continue
@@ -286,7 +290,7 @@ def parsed(file: Path) -> dict[str, Any]:
             raise ValueError(f"the number {text:.50} is too large")
         return value
 
-    text = bytes_of(file).decode()
+    text = bytes_of(file, sys.maxsize).decode()
     state: dict[str, Any] = from_json(text, parse_float=number, parse_constant=number, parse_int=whole)
     _refuse_earlier(file, state)
     return state
@@ -340,8 +344,16 @@ def understood(file: Path) -> Iterator[None]:
 
 
 def refuse_used_directory(run_dir: Path, go_on: str | None = None) -> None:
-    """Raise RunDirectoryError if a run was begun there. `go_on`: how to resume it; empty if it cannot be."""
+    """Raise RunDirectoryError if a run was begun there, or somebody else's files have names that a run would take.
+
+    `go_on`: how to resume it; empty if it cannot be.
+    """
     used = [name for name in (CONFIG, LEDGER, START, "checkpoints") if (run_dir / name).exists()]
+    foreign = [name for name in ("model", METRICS, SAMPLES) if (run_dir / name).exists()]
+    if foreign and not used:
+        raise RunDirectoryError(
+            f"{run_dir}: has {', '.join(foreign)}, which a run would replace; choose another output_dir"
+        )
     if used:
         go_on = f"`winnow resume {run_dir}` (Trainer.resume in Python)" if go_on is None else go_on
         resume = f"go on with {go_on}, or " if go_on else ""

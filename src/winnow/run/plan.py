@@ -12,7 +12,7 @@ from ..base.machine import GIB, MIB
 from ..config import RunConfig
 from ..engine import VllmOptions
 from ..engine.initial_model import InitialModel
-from ..sampler import InProcess
+from ..learner.fsdp.learner import FsdpLearner
 from ..tasks.prompt_example import prompt_example
 from .budget import Budget, Gpus, Phases, engine_bytes, host_budget
 from .preflight import placement
@@ -29,6 +29,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
     rollouts = rollouts_per_step(trainer)
     example = prompt_example(trainer.task, trainer.tokenizer)
     evaluations = c.max_steps // c.eval_steps + 1 if c.eval_steps else 0
+    sent = not (isinstance(trainer.learner, FsdpLearner) and trainer.learner.read)
     r, why, warnings = trainer.resolved, trainer.resolved.why, trainer.resolved.warnings
     return {
         "model": c.model,
@@ -63,7 +64,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "output_dir": c.output_dir,
         **_memory_of(trainer),
         **({"warnings": list(warnings)} if warnings else {}),
-        **placement(r, trainer.learner.sizes, rollouts, sent=not getattr(trainer.learner, "read", False)),
+        **placement(r, trainer.learner.sizes, rollouts, sent=sent),
     }
 
 
@@ -141,7 +142,7 @@ def seconds_per_step(c: RunConfig, budget: Budget) -> dict[str, Any]:
 
 def _on_host(r: Resolved) -> Phases:
     shapes = next(iter(r.budgets.values())).shapes
-    return host_budget(r.config, shapes, r.engine, keeps_versions=isinstance(r.options.sync, InProcess))
+    return host_budget(r.config, shapes, r.engine, behind=r.behind)
 
 
 def rollouts_per_step(trainer: Trainer) -> int:

@@ -234,15 +234,15 @@ class NothingSampledError(ConfigError):
 
 
 def check_agreement(
-    prompts: Sequence[Prompt], roll_out: RollOut, learner: Learner, engine_dtype: Callable[[], str]
+    prompts: Sequence[Prompt], roll_out: RollOut, learner: Learner, engine_dtype: Callable[[], str], samplers: int = 1
 ) -> Agreement:
     """Sample a few tokens with the learner's weights and compare the log-probabilities of sampler and learner.
 
-    `roll_out` samples with these weights; `engine_dtype` returns its type afterwards. Environments, rewards and random
-    states are untouched. Raises ConfigError with the likely cause when they differ, NothingSampledError when there is
-    nothing to compare.
+    `roll_out` samples with these weights; `engine_dtype` returns its type afterwards. Each of `samplers` gets a prompt.
+    Environments, rewards and random states are untouched. Raises ConfigError with the likely cause when they differ,
+    NothingSampledError when there is nothing to compare.
     """
-    jobs = [Job(Visit(i, 0, prompt), PROBES_EACH, "probe") for i, prompt in enumerate(prompts[:PROBED])]
+    jobs = [Job(Visit(i, 0, prompt), PROBES_EACH, "probe") for i, prompt in enumerate(prompts[: max(PROBED, samplers)])]
     rollouts = [rollout for group in roll_out(jobs) for rollout in group.rollouts]
     sampled = [rollout for rollout in rollouts if rollout.action_mask.any()]
     if not sampled:
@@ -318,9 +318,12 @@ def require_places(r: Resolved) -> None:
     on_cluster = {key: options for key, options in on_cluster.items() if isinstance(options, Ray | Fsdp)}
     if not on_cluster:
         return
-    key = next(iter(on_cluster))
+    given = {key: options.ray_address for key, options in on_cluster.items() if options.ray_address}
+    if len(set(given.values())) > 1:
+        both = " and ".join(f"{key}: {address}" for key, address in given.items())
+        raise ConfigError(f"ray_address: {both}; samplers and ranks share one cluster, so give both the same")
     try:
-        cluster.join(key, on_cluster[key].ray_address, r.options.cores)
+        cluster.join(next(iter(given or on_cluster)), next(iter(given.values()), None), r.options.cores)
         places = _places(r)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -20,6 +20,7 @@ from ..engine.initial_model import InitialModel
 from ..engine.vllm.options import ALONE, SHARED
 from ..sampler import Processes
 from ..sampler.base import PoolOptions
+from ..sampler.processes import numbered
 from .budget import AT_LEAST, AT_MOST, GIB, HALF, Budget, Shapes, engine_bytes
 from .resolved import AUTO, Machine, Options, Resolved
 
@@ -70,6 +71,10 @@ def resolve(
         spec, engine = section_of(spec) | {"dtype": given}, replace(engine, dtype=given)
         why.setdefault("engine", f"the given weights are {given}")
 
+    rounds = values.get("save_dtype", "float32") != "float32" and options.engine_of(0) is None
+    if rounds and _samples_in_float32(engine):
+        values["save_dtype"], why["save_dtype"] = "float32", "as rollouts are sampled; rounding loses small updates"
+
     threads = c.threads
     if threads == "auto":
         threads, why["threads"] = choose_threads(options, machine, parameters)
@@ -107,7 +112,7 @@ def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = Fal
 
 def require_sync(c: RunConfig, options: Options, device: str) -> None:
     """Raise ConfigError where options of `sync` do nothing, contradict others, or cannot work on this machine."""
-    carried = options.methods["rollout_batch"][0].build(c.prompts_per_step).carry
+    carried = options.carries(c)
     if options.asynchronous and c.changed(("rollout_batch",)):
         sync = name_of(c.sync) if options.own_engines else "lag: continuous"
         raise ConfigError(
@@ -198,10 +203,12 @@ def engine_for_run(c: RunConfig, options: Options, *, alone: bool = False, slot:
         engine = options.engine if options.engine is not None else LocalOptions()  # `auto` without a whole run
     if not hasattr(engine, "for_run"):
         return engine
-    apart = alone or options.samples_elsewhere
-    share = ALONE * min(1.0, getattr(options.sync, "num_gpus", None) or 1.0) if apart else SHARED
-    if isinstance(options.sync, Processes) and not apart:
-        share /= options.sync.samplers
+    share = ALONE if alone or options.samples_elsewhere else SHARED
+    if isinstance(options.sync, Processes) and not alone:
+        mine = (places := options.sync.places(c.device))[slot]
+        share = (SHARED if mine == numbered(c.device) else ALONE) / places.count(mine)
+    elif not alone:
+        share *= min(1.0, getattr(options.sync, "num_gpus", None) or 1.0)
     longest = None if c.max_prompt_length >= UNLIMITED else c.longest
     return engine.for_run(longest, share, sleep=not alone and not options.own_engines)
 
@@ -217,6 +224,11 @@ def _may_round(options: Options, engine: Any) -> bool:
     """Whether the embedded engine may compute in bfloat16: its type is not set, and the loss weights tokens by the
     ratio of the learner's probability to the engine's. vLLM uses the saved model's dtype by default."""
     return isinstance(engine, LocalOptions) and engine.dtype is None and not options.uncorrected
+
+
+def _samples_in_float32(engine: Any) -> bool:
+    dtype = getattr(engine, "dtype", "")
+    return dtype == "float32" or (isinstance(engine, LocalOptions) and dtype is None)
 
 
 def _dtype_given(engine: Any, model: InitialModel) -> str | None:
@@ -325,10 +337,13 @@ def _sizes_on_gpu(
         del roles["sampler GPU"]
     sizes = Sizes({}, {}, {}, {})
     for name, (learner, sampler) in roles.items():
-        for_run = engine_for_run(c, options, alone=not learner)
+        for_run = engine_for_run(c, options, alone=alone or not (learner or options.own_engines))
         whole = Budget(
             c, shapes, machine.gpu_memory, for_run, options.ranks, learner, sampler, several_turns=several_turns
         )
+        whole = replace(whole, total=machine.gpu_total)
+        if sampler and not alone and isinstance(options.sync, Processes):
+            whole = replace(whole, samplers=(places := options.sync.places(c.device)).count(places[0]))
         budget, chosen = whole.fitted(share_given=getattr(engine, "gpu_memory_utilization", None) is not None)
         phases = budget.phases() if sampler and apart and not machine.planned_gpus else budget.require_room()
         need = max(sum(held.values()) for held in phases.values())

@@ -25,7 +25,7 @@ from ..learner import LEARNERS, LearnerContext
 from ..learner.local.learner import LearnerOptions
 from ..methods import tables
 from ..rollout.options import RolloutOptions
-from ..sampler import SYNCS, Processes, SamplerOptions
+from ..sampler import SYNCS, InProcess, Processes, SamplerOptions
 from ..tasks import ENVS
 from ..types import Purpose
 from .budget import Budget, Gpus
@@ -71,6 +71,10 @@ class Options:
     def overlap(self) -> bool:
         """Whether the next batch is collected while the learner updates, in one process."""
         return getattr(self.sync, "overlap", False)
+
+    def carries(self, c: RunConfig) -> bool:
+        """Whether surplus groups wait for the next step."""
+        return bool(self.methods["rollout_batch"][0].build(c.prompts_per_step).carry)
 
     @property
     def own_engines(self) -> bool:
@@ -126,6 +130,8 @@ class Machine:
     """Bytes of main memory."""
     bfloat16_units: Sequence[str] = ()
     """Units of the processor that multiply bfloat16 fast."""
+    gpu_total: int = 0
+    """Bytes of the GPU; 0: as `gpu_memory`."""
     gpu_memory: int = 0
     """Bytes that other processes leave of the GPU."""
     gpu_bfloat16: bool = False
@@ -146,7 +152,8 @@ class Machine:
         if on.type != "cuda":
             return here
         bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return replace(here, gpu_memory=torch.cuda.mem_get_info(on)[0], gpu_bfloat16=bfloat16)
+        free, total = torch.cuda.mem_get_info(on)
+        return replace(here, gpu_memory=free, gpu_total=total, gpu_bfloat16=bfloat16)
 
     @classmethod
     def with_gpus(cls, gpus: Gpus) -> Machine:
@@ -175,15 +182,26 @@ class Resolved:
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Memory by GPU; empty on a CPU."""
 
+    @property
+    def behind(self) -> int:
+        """Steps that the weights of an in-process sampler are older than the learner's; 0: it has the newest.
+
+        Groups that are carried or collected ahead use up one step of `max_lag` each.
+        """
+        c, options = self.config, self.options
+        if not isinstance(options.sync, InProcess) or options.continuous:
+            return 0
+        return c.max_lag - options.carries(c) - options.overlap
+
     def set_threads(self) -> None:
         if isinstance(self.config.threads, int):
             torch.set_num_threads(self.config.threads)
 
     def say(self, console: Console) -> None:
         for key, reason in self.why.items():
-            console.print(f"{key}: {getattr(self.config, key)} ({reason})", highlight=False)
+            console.print(f"{key}: {getattr(self.config, key)} ({reason})", highlight=False, markup=False)
         for warning in self.warnings:
-            console.print(f"warning: {warning}", style="yellow", highlight=False)
+            console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False)
 
 
 def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams:

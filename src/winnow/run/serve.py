@@ -60,6 +60,7 @@ class Server:
     def __init__(self, start: Mapping[str, Any], reply: Reply, read: ReadWeights) -> None:
         c = validate(start["config"])
         methods = Options.from_config(c)
+        engine = engine_for_run(c, methods, slot=start["slot"])  # before its device gets the name that it has here
         if start["device"] is not None:
             c = c.model_copy(update={"device": alone_on(start["device"])})
         quiet_transformers()
@@ -69,7 +70,6 @@ class Server:
         tokenizer = with_template(load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
         model = InitialModel.from_config(c)
         base = None if model.adapter is None else model.load()[0]
-        engine = engine_for_run(c, methods, slot=start["slot"])
         self.engine = build_engine(engine, c, model.reference(c.device, base), tokenizer)
         self.rewarder = build_rewarder(c, self.task)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
@@ -137,7 +137,7 @@ class Server:
         self.runner.set_rules([rule_from(state, self.rule_types[state["name"]]) for state in message["rules"]])
         self.rewarder.trainer_state.global_step = message["version"]
         dtype = str(getattr(self.engine, "dtype", "unknown"))
-        self._reply({"loaded": message["version"], "dtype": dtype, "metrics": self.rewarder.pop_metrics()})
+        self._reply({"loaded": message["version"], "dtype": dtype, "logged": self.rewarder.pop_logged()})
         self._alive()
 
     def _alive_if_due(self) -> None:

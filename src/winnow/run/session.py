@@ -19,7 +19,7 @@ from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
 from ..base.state import at
 from ..config import as_saved
-from ..env.rewards.rewarder import Rewarder
+from ..env.rewards.rewarder import Rewarder, without_taken
 from ..learner.off_policy import log_ratios
 from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop
@@ -57,7 +57,7 @@ class Session:
     ) -> None:
         self.parts = parts
         self.config = parts.config
-        self.run_dir = Path(parts.config.output_dir)
+        self.run_dir = parts.run_dir
         self._resume_from, self._begun_at = resume_from, begun_at
         self._callbacks, self._console = callbacks, console
         self.stop_requested = self._solved = self._said_undecided = False
@@ -88,8 +88,6 @@ class Session:
         with ExitStack() as stack:  # closed if this fails
             self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
             self._open_ledger(state)
-            for ended in ("model", checkpoint.WRITING):  # of an earlier end of this run
-                shutil.rmtree(self.run_dir / ended, ignore_errors=True)
             offsets, step = (state["offsets"], state["loop"]["step"]) if state else (None, None)
             turns = parts.task.max_turns
             self._records = Records(self.run_dir, c, offsets, step=step, max_turns=turns, tokenizer=parts.tokenizer)
@@ -109,6 +107,7 @@ class Session:
         """
         c, parts, state = self.config, self.parts, self._state
         with self._open_parts as stack:  # closed if this fails
+            parts.require_shared()
             parts.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)
             if state is not None and self._resume_from is not None:
                 self._restore(state, self._resume_from)
@@ -117,6 +116,8 @@ class Session:
             self._display = stack.enter_context(Display(self._console, start=self.loop.step, max_steps=c.max_steps))
             if self._changes:
                 self._warn(self.loop.step, self._changes)
+            for ended in ("model", checkpoint.WRITING):  # of an earlier end of this run, which goes on now
+                shutil.rmtree(self.run_dir / ended, ignore_errors=True)
             self._look_at_agreement(self.loop.step)
             self._look_at_success(self.loop.step)
             self._notify("on_train_begin")
@@ -181,6 +182,8 @@ class Session:
             self.loop.publish()
             if self.parts.engine is None:
                 self._compare()
+            if self._state is not None and self.loop.step == self._state["config"]["max_steps"]:
+                self._profile(self.loop.step)  # which the end had no use for
         except SamplerRefusedError as error:
             raise ConfigError(str(error)) from None
         except SamplersLostError as error:
@@ -215,12 +218,14 @@ class Session:
             self._console.print(str(solved), style="green", markup=False)
             self.solved()
         if self.stop_requested and not self._solved and self.loop.step < self.config.max_steps:
-            raise KeyboardInterrupt(f"saved at step {self.loop.step}; go on with: winnow resume {self.run_dir}")
+            raise KeyboardInterrupt(
+                f"saved at step {self.loop.step}; go on with: winnow resume {self.config.output_dir}"
+            )
 
     def solved(self) -> None:
         """Mark the task as solved, and evaluate now unless an evaluation was just due."""
         self._solved, step = True, self.loop.step
-        if self.config.eval_steps and step % self.config.eval_steps:
+        if self.config.eval_steps and self._evaluated_at != step:
             self._records.write(self._totals() | self.evaluate())
 
     def step(self) -> dict[str, float]:
@@ -253,7 +258,7 @@ class Session:
     def finish(self) -> dict[str, float]:
         """Save the model as a Hugging Face directory and close the ledger; return last evaluation and totals."""
         self._save_if_due(self.loop.step, True)
-        rows = read_metrics(self.run_dir)
+        rows = list(read_metrics(self.run_dir))
         writing = self.run_dir / checkpoint.WRITING
         self.parts.export(writing)
         self.loop.close()
@@ -264,10 +269,7 @@ class Session:
         self.ledger.set_meta("solved", str(self._solved).lower())
         push_if_due(self.run_dir, self.config)
         self._notify("on_train_end")
-        last = self._totals()
-        for row in rows:
-            last |= {k: v for k, v in row.items() if k.startswith("eval/")}
-        return last
+        return self._totals() | {k: v for row in rows for k, v in row.items() if k.startswith("eval/")}
 
     def leave(self) -> None:
         """Save, so that the run can be resumed."""
@@ -345,7 +347,8 @@ class Session:
         self.ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
 
     def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        metrics |= self.parts.rewarder.pop_metrics(metrics)
+        logged = self.parts.sampler.logged() | self.parts.rewarder.pop_logged()
+        metrics |= without_taken(logged, metrics)
         self._at(step)
         self._records.metrics(metrics)
         self._records.samples(step, groups, "train")

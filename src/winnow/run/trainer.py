@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
@@ -97,7 +97,7 @@ class Trainer:
     def _set_up(self, given: TrainerInputs, config: RunConfig, callbacks: Iterable[Any], *, resume: bool) -> None:
         self._begun_at = time.monotonic()
         self.console = Console(quiet=True)
-        self.run_dir = Path(config.output_dir)
+        self.run_dir = Path(config.output_dir).absolute()  # the working directory may change
         self._resumed, self._rewards = resume, given.reward_list
         self._session: Session | None = None
         self._stop_requested = self._ended = False
@@ -329,11 +329,12 @@ class Trainer:
     def _end(self, *, failed: bool = False) -> None:
         if not self._ended:
             self._ended = True
-            if self._session is not None:
-                self._session.close(failed=failed)
-            self._parts.close()
-            if self._held is not None:
-                self._held.close()
+            with ExitStack() as closing:  # all of them, also after one that fails
+                if self._held is not None:
+                    closing.callback(self._held.close)
+                closing.callback(self._parts.close)
+                if self._session is not None:
+                    self._session.close(failed=failed)
 
 
 # ---------------------------------------------------------------- signals

@@ -63,7 +63,7 @@ class SamplerContext:
     greedy_baseline: bool
     """Every training group has one more rollout, at temperature 0."""
     behind: int
-    """Steps the sampler itself may lag behind the learner."""
+    """Steps that the weights of a sampler in this process are older than the learner's."""
     runner: RolloutRunner | None
     """Over the engine of the learner's process; None for samplers with their own engines."""
     seed: int = 0
@@ -74,6 +74,8 @@ class SamplerContext:
     """Environment variables that rewards may see."""
     cores: int = 1
     """CPUs that the run asks of a cluster."""
+    model_bytes: int = 0
+    """Of the whole model in float32, which each sampler loads, whatever is published to it."""
     gpu: int | None = None
     """Number of the GPU that the learner uses in this process."""
     entry: str = ""
@@ -175,6 +177,10 @@ class Sampler(GroupSource, Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call."""
+        return {}
+
+    def logged(self) -> dict[str, float]:
+        """Return means of what rewards have logged in other processes since the last call."""
         return {}
 
     def save(self, directory: Path) -> None:

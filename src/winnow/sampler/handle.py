@@ -131,7 +131,8 @@ class SamplerHandle:
         if now - self.last_message_at > timeout_s:
             return f"sent nothing for {timeout_s:g} s and was killed"
         if now - self.last_progress_at > busy_s:
-            return f"was busy starting or loading weights for {busy_s:g} s and was killed"
+            longer = "if a download or a task's games take longer there, raise sync.timeout_s"
+            return f"was busy starting or loading weights for {busy_s:g} s ({longer}) and was killed"
         return ""
 
     @property

@@ -37,9 +37,10 @@ class InProcess:
     """One process: synchronous with max_lag 0, else deterministically behind the learner."""
 
     lag: Literal["exact", "mixed", "continuous"] = "exact"
-    """`exact`: sample with the weights of `max_lag` steps ago (of the start, in the first steps). `mixed`: of 0 to
-    `max_lag` steps ago, drawn per group, so that a batch mixes ages. `continuous`: with the newest; as many groups as
-    `max_lag` allows stay in flight across updates, and their rollouts go on with the new weights (PipelineRL)."""
+    """`exact`: sample with the weights of `max_lag` steps ago (of the start, in the first steps), one less where groups
+    are carried, and with `overlap`. `mixed`: of 0 to as many steps ago, drawn per group, so that a batch mixes ages.
+    `continuous`: with the newest; as many groups as `max_lag` allows stay in flight across updates, and their rollouts
+    go on with the new weights (PipelineRL)."""
     overlap: bool = False
     """Collect the next batch while the update runs, on another core: one step off policy. It is part of `max_lag`."""
 
@@ -47,8 +48,7 @@ class InProcess:
 
     def build(self, context: SamplerContext) -> InProcessSampler:
         assert context.runner is not None
-        behind = 0 if self.lag == "continuous" else context.behind
-        return InProcessSampler(context.runner, behind, self.lag == "mixed", context.seed)
+        return InProcessSampler(context.runner, context.behind, self.lag == "mixed", context.seed)
 
     @property
     def continuous(self) -> bool:
@@ -56,12 +56,12 @@ class InProcess:
 
 
 class InProcessSampler(Sampler):
-    """Samples in the learner's process; keeps the weights of the last `max_lag` steps."""
+    """Samples in the learner's process, up to `behind` steps behind it; keeps the weights of so many."""
 
-    def __init__(self, runner: RolloutRunner, max_lag: int, mixed: bool, seed: int) -> None:
+    def __init__(self, runner: RolloutRunner, behind: int, mixed: bool, seed: int) -> None:
         self.runner = runner
         self.engine: Engine = runner.engine
-        self.max_lag = max_lag
+        self.behind = behind
         self.mixed = mixed
         self._seed = seed
         self._newest = 0
@@ -74,7 +74,7 @@ class InProcessSampler(Sampler):
 
     @property
     def version(self) -> int:
-        return self._newest - min(self.max_lag, self._newest)
+        return self._newest - min(self.behind, self._newest)
 
     @property
     def dtype(self) -> str:
@@ -130,11 +130,11 @@ class InProcessSampler(Sampler):
     def publish(self, weights: WeightSource, rules: Sequence[NamedRule], version: int) -> None:
         self._newest = version
         self.runner.set_rules(rules)
-        if not self.max_lag:
+        if not self.behind:
             self.engine.load_weights(weights, version)
             return
         self._kept[version] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
-        self._kept = {v: kept for v, kept in self._kept.items() if v >= version - self.max_lag}
+        self._kept = {v: kept for v, kept in self._kept.items() if v >= version - self.behind}
         self._use(self.version)
 
     def _version_for(self, job: Job) -> int:

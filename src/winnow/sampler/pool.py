@@ -8,7 +8,7 @@ Messages over a `Channel` are plain JSON values, except what a transport puts in
 
     learner -> sampler   {"start": {...}}, {"weights": ..., "version": v, "rules": [...]}, {"launch": job},
                          {"stop": true}
-    sampler -> learner   {"placed": where}, {"built": true}, {"loaded": v, "dtype": ..., "metrics": {...}},
+    sampler -> learner   {"placed": where}, {"built": true}, {"loaded": v, "dtype": ..., "logged": {...}},
                          {"group": ...}, {"refused": why}, {"stopped": groups}; at least every second {"busy": true},
                          or {"alive": {seconds, idle_s, tokens}, "spent": {...}, "memory": {...}} since the last one
 
@@ -71,7 +71,7 @@ class SamplerPool(Sampler):
             "greedy_baseline": self._greedy,
             "fingerprints": fingerprints(context.task, context.tokenizer),
         }
-        self._transport = transport
+        self._transport, self._model_bytes = transport, context.model_bytes
         self._open, self._ended = open_channel, ended
         self._rules: list[dict[str, Any]] = []
         self._inbox: Inbox = queue.SimpleQueue()
@@ -87,12 +87,12 @@ class SamplerPool(Sampler):
         """Groups for training, not yet polled."""
         self._pending = 0
         """Training groups launched and not yet polled; counted here, not at each poll."""
+        self._logged: dict[str, list[float]] = {}
         self._reset()
 
     def _reset(self) -> None:
         self._since, self._waited, self._waits_told = time.monotonic(), 0.0, 0.0
         self._redispatched = 0
-        self._logged: dict[str, list[float]] = {}
         for member in self._members:
             member.window = MetricsWindow()
 
@@ -227,7 +227,7 @@ class SamplerPool(Sampler):
         elif "loaded" in content:
             member.stage = Stage.READY
             member.version, member.dtype = content["loaded"], content["dtype"]
-            for name, value in content["metrics"].items():
+            for name, value in content["logged"].items():
                 self._logged.setdefault(name, []).append(value)
         elif "alive" in content:
             member.window.spent.update(content["alive"])
@@ -247,7 +247,7 @@ class SamplerPool(Sampler):
     def _watch(self, groups: list[Group]) -> None:
         """Replace samplers that are overdue; `groups` gets those that failed with them."""
         now, start_s = time.monotonic(), max(START_TIMEOUT_S, self.options.timeout_s)
-        busy_s = start_s + transfer_s(self._transport.bytes)
+        busy_s = start_s + transfer_s(max(self._transport.bytes, self._model_bytes))
         for member in self._placed:
             if how := member.overdue(self.options.timeout_s, busy_s):
                 groups += self._replace(member, how)
@@ -322,9 +322,12 @@ class SamplerPool(Sampler):
             metrics |= {f"sampler/seconds/{name}": value for name, value in seconds.items()}
         for member in self._members:
             metrics |= member.metrics()
-        metrics = {name: float(np.mean(values)) for name, values in self._logged.items()} | metrics
         self._reset()
         return metrics
+
+    def logged(self) -> dict[str, float]:
+        logged, self._logged = self._logged, {}
+        return {name: float(np.mean(values)) for name, values in logged.items()}
 
     def close(self) -> list[Group]:
         flying = [*self._waiting, *(sent for member in self._members for sent in member.flights.values())]

@@ -26,6 +26,11 @@ WEIGHTS = ".weights"
 """Folder of a run in which its samplers find the weights."""
 
 
+def numbered(device: str) -> str:
+    """Return a device's name with its number: `auto` and `cuda` are the first GPU."""
+    return "cuda:0" if device in ("auto", "cuda") else device
+
+
 @dataclass(frozen=True, config=CHECKED)
 class Processes(PoolOptions):
     """Sampler processes that go on while the learner works; weights change between two of their decode steps."""
@@ -45,6 +50,10 @@ class Processes(PoolOptions):
     def device_of(self, slot: int, device: str) -> str | None:
         """Device of a sampler, where the run's is `device`; None is the same."""
         return self.devices[slot % len(self.devices)] if self.devices else None
+
+    def places(self, device: str) -> list[str]:
+        """Return the device of each sampler of a run on `device`, by its number."""
+        return [numbered(self.device_of(slot, device) or device) for slot in range(self.samplers)]
 
     def build(self, context: SamplerContext) -> SamplerPool:
         transport = PublishedWeights(context.run_dir / WEIGHTS)

@@ -17,16 +17,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.files import from_json
+from ..config import RunConfig
 from ..config.errors import suggestion
 from ..methods.intervals import MIN_SEEDS, Estimate, mean_interval
 from .compare_data import Point, RunData, methods_of, read_run_data, single_runs
 
 SAME_EVALUATION = (
     *("env", "eval_prompts", "eval_generations", "eval_temperature", "eval_top_p", "eval_top_k", "success"),
-    "max_completion_length",
+    *("reward_funcs", "reward_weights", "max_prompt_length", "max_completion_length", "context_length", "stop"),
+    *("chat_template", "chat_template_kwargs", "history", "max_segments"),
 )
 """Settings that must agree for a comparable pass@1 of two runs."""
 
@@ -197,7 +200,7 @@ def _notes(
     notes = [note for run in runs for note in run.notes]
     notes += [f"{run.path} is not finished; it ends at step {run.curve[-1].step}." for run in unfinished]
     for key in SAME_EVALUATION:
-        if len({json.dumps(run.config.get(key), sort_keys=True) for run in runs}) > 1:
+        if len({_setting(run.config, key) for run in runs}) > 1:
             notes.append(f"The runs differ in {key}, so their evaluations are not of the same thing.")
     small = [name for name, members in methods.items() if len(members) < MIN_SEEDS]
     if small:
@@ -219,6 +222,13 @@ def _notes(
             )
         notes += _profile_costs(name, members)
     return notes
+
+
+def _setting(config: Mapping[str, Any], key: str) -> str:
+    """Return a setting as text; one that a run of an earlier version lacks has its default."""
+    field = RunConfig.model_fields[key]
+    value = config.get(key, None if field.is_required() else field.get_default(call_default_factory=True))
+    return json.dumps({"name": value} if key == "env" and isinstance(value, str) else value, sort_keys=True)
 
 
 def _profile_costs(name: str, runs: Sequence[RunData]) -> list[str]:

@@ -21,7 +21,7 @@ from .report_data import Row, merge_steps, read_lines
 PASSED = "eval/pass@1"
 _DEFAULTS = {name: f.default for name, f in RunConfig.model_fields.items() if not f.is_required()}
 """Defaults for keys that runs of earlier versions do not have."""
-_OF_A_SEED = {"seed", "output_dir", "model", "threads", "tokens_per_microbatch", "gradient_checkpointing"}
+_OF_A_SEED = {"seed", "output_dir", "model", "threads", "tokens_per_microbatch", "gradient_checkpointing", "save_dtype"}
 """Keys that may differ between seeds of one method or between machines, without effect on results."""
 _METHODS = [name for name, f in RunConfig.model_fields.items() if f.annotation == MethodSpec]
 
@@ -78,7 +78,9 @@ def read_run_data(path: Path) -> RunData:
         if any("eval/avg@n" in row for row in rows):
             remedy = "nothing told right answers from others; train it with success set"
         raise ConfigError(f"{path}: has no held-out evaluation to compare ({PASSED}); {remedy}")
-    last = [row for row in rows if PASSED in row][-1]
+    last = [row for row in rows if "eval/avg@n" in row or PASSED in row][-1]
+    if PASSED not in last:
+        raise ConfigError(f"{path}: right answers became unknown during the run; train it with success set")
     found = {name: re.fullmatch(r"eval/pass@([0-9]+)", name) for name in last}
     with Ledger.open(path / LEDGER, read_only=True) as ledger:
         totals = ledger.totals()

@@ -78,7 +78,7 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
 
 def summary(run_dir: Path, page: Path) -> dict[str, Any]:
     """Return the demo's summary: training, held-out figures before and after, tokens by fate, and the report's path."""
-    lines = read_metrics(run_dir)
+    lines = list(read_metrics(run_dir))
     evaluations = [m for m in lines if "eval/avg@n" in m]
     with Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
         totals = ledger.totals()
@@ -125,11 +125,12 @@ def render(found: Mapping[str, Any]) -> RenderableType:
     """Return lines of a summary and next commands; before them a chat model's answers before and after."""
     evaluated = next(name for name in ("pass@1", "avg@n") if name in found)
     before, after = found[evaluated]
+    times = f" ({after / before:.1f}x)" if before > 0 else ""
     greedy = "  greedy {:.3f} -> {:.3f}".format(*found["greedy"]) if "greedy" in found else ""
     failed = [f"failed     {count}x {visible(str(cause))}" for cause, count in found["failed"].items()]
     lines: list[str | Text] = [
         f"trained    {found['step']} steps in {found['seconds']:.0f} s; the model is in {found['run']}/model",
-        f"held-out   {evaluated} {before:.3f} -> {after:.3f} ({after / max(before, 1e-9):.1f}x){greedy}",
+        f"held-out   {evaluated} {before:.3f} -> {after:.3f}{times}{greedy}",
         fate_line(found["tokens"]),
         *failed,
         f"report     {found['report']}",

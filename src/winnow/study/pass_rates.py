@@ -153,9 +153,13 @@ class ProfileFile:
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ProfileError(
                 f"{self.path}: another process is writing this profile; wait for it, or choose another file with -o"
+            ) from None
+        except OSError as error:
+            raise ProfileError(
+                f"{self.path}: its file system has no locks ({error.strerror}); choose a file elsewhere with -o"
             ) from None
 
     def _read(self) -> None:

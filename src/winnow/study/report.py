@@ -163,8 +163,9 @@ def _cards(run: Run) -> list[Card]:
     """Return the headline figures of one run."""
     cards = []
     passed = _series(run.evaluations, "eval/pass@1")
-    if passed:
-        gain = f"{passed[-1] / passed[0]:.2f}× the start" if len(passed) > 1 and passed[0] > 0 else "one evaluation"
+    if passed and "eval/pass@1" in run.evaluations[-1]:
+        gain = f"{passed[-1] / passed[0]:.2f}× the start" if passed[0] > 0 else f"{len(passed)} evaluations"
+        gain = gain if len(passed) > 1 else "one evaluation"
         cards.append(_card("Held-out pass@1", _first_to_last(passed), f"{gain}; best {max(passed):.3f}"))
     elif held_out := _series(run.evaluations, "eval/avg@n"):
         cards.append(_card("Held-out reward", _first_to_last(held_out), "mean; nothing says what is right (success)"))

@@ -25,7 +25,7 @@ from ..record import recurrence
 from ..record.collapse import off_policy_marks
 from ..record.ledger import Ledger, LedgerError
 from ..record.proof import verdict
-from ..record.records import CHARTS, MOST_CONFIG, PROMPT, WARNINGS
+from ..record.records import CHARTS, CONFIG, MOST_CONFIG, PROMPT, START, WARNINGS
 from ..record.rule_audits import HEAD, rows
 from ..run.checkpoint import CheckpointError, marks
 from .report_samples import thin_samples
@@ -80,7 +80,8 @@ def read_run(path: Path, *, max_samples: int) -> Run:
     if not (path / "config.json").is_file():
         run.notes.append("config.json is missing.")
     if run.config is not None:
-        run.begun = date.fromtimestamp((path / "config.json").stat().st_mtime).isoformat()
+        began = next(file for name in (START, CONFIG) if (file := path / name).is_file())  # a resume writes the latter
+        run.begun = date.fromtimestamp(began.stat().st_mtime).isoformat()
     run.profile = _read_profile((run.config or {}).get("selector"))
     merged = merge_steps(read_lines(path / "metrics.jsonl", run.notes))
     run.rows = [row for row in merged if any(not k.startswith("eval/") for k in row if k not in CUMULATIVE)]

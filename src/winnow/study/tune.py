@@ -247,7 +247,7 @@ class Tuning:
     def _with_rate(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Return what differs from the given configuration; the learning rate follows the batch by its square root."""
         ratio = changes.get("prompts_per_step", self.c.prompts_per_step) / self.c.prompts_per_step
-        rate = float(f"{self.c.learning_rate * ratio**0.5:.3g}")
+        rate = self.c.learning_rate if ratio == 1 else float(f"{self.c.learning_rate * ratio**0.5:.3g}")
         return {k: v for k, v in (changes | {"learning_rate": rate}).items() if _plain(getattr(self.c, k)) != v}
 
     # ---- run and choose ------------------------------------------------------------------------------------------
@@ -259,15 +259,16 @@ class Tuning:
         """
         given = next(prediction for changes, prediction in ranked if not changes)
         few = [each for each in ranked if each[1].per_signal < given.per_signal][:CONTENDERS]
-        runs: list[BriefRun] = []
-        for number, (changes, prediction) in enumerate([({}, given), *few]):
-            left = self.left("run") / (1 + len(few) - number)
-            if number and left < LEAST_STEPS * prediction.per_step and _text(changes) not in self.runs:
-                self.note(f"minutes: too few to run {1 + len(few) - number} of {len(few)} predicted settings")
-                break
-            runs.append(self.run(_text(changes), changes, Limits(left), prediction))
+        runs = [self.run(GIVEN, {}, Limits(self.left("run") / (1 + len(few))), given)]
         if not runs[0].warm:
             raise ConfigError(runs[0].stopped)
+        seconds = sum(sum(step.seconds.values()) for step in runs[0].steps)
+        for number, (changes, prediction) in enumerate(few):
+            short = self.left("run") < max(seconds, LEAST_STEPS * prediction.per_step)
+            if short and _text(changes) not in self.runs:
+                self.note(f"minutes: too few to run {len(few) - number} of {len(few)} predicted settings")
+                break
+            runs.append(self.run(_text(changes), changes, Limits(seconds), prediction))
         least = runs[0].mean_passed
         fit = [run for run in runs if run.warm and not run.stopped and not run.mean_passed < least]
         return min(fit or runs[:1], key=lambda run: run.per_signal)
@@ -276,6 +277,9 @@ class Tuning:
         """Run the best settings at other learning rates; return the run whose mean pass@1 stands out, or the best."""
         if not best.passed or math.isnan(best.mean_passed):
             self.note("learning rate: not tried, as held-out prompts or a definition of right answers are missing")
+            return best
+        if 3 * self.c.warmup > len(best.steps):
+            self.note(f"learning rate: not tried, as {len(best.steps)} steps are mostly the warm-up of {self.c.warmup}")
             return best
         seconds = sum(sum(step.seconds.values()) for step in best.steps)
         rate, runs = best.changes.get("learning_rate", self.c.learning_rate), [best]
@@ -337,6 +341,9 @@ def tune(
         best = tuning.contend(ranked)
         say(f"best: {_text(best.changes)}")
         best = tuning.choose_rate(best)
+        batch = best.changes.get("prompts_per_step", c.prompts_per_step) / c.prompts_per_step
+        if batch != 1 and c.num_train_epochs is None:
+            tuning.note(f"max_steps is as it was, so the run trains on {batch:g} times as many groups")
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{len(tuning.runs)} runs are in {folder}; the same command continues") from None
     return {

@@ -15,7 +15,7 @@ from ..env.base import Answering, Task
 from ..env.rewards.pooled import completion_text
 from ..env.rewards.scores import completion_of
 from ..methods.gate.arrol.head import FILE, HeadWeights, mean_logp
-from ..methods.intervals import mean_interval
+from ..methods.intervals import mean_interval, score_interval
 from ..methods.success import Success, require_decided
 from ..rollout.evaluate import rank_weights, summarize, weighted_vote
 from ..run.build_methods import build_success
@@ -149,11 +149,12 @@ def _right(candidates: Sequence[Rollout], answers: list[str | None], weights: np
 
 def _interval(won: list[float], baseline: list[float]) -> dict[str, Any]:
     """Return the share of votes won, and the paired difference to the first kind of weights."""
-    share, difference = mean_interval(won), mean_interval(np.array(won) - np.array(baseline))
+    low, high = score_interval(float(np.mean(won)), len(won))
+    difference = mean_interval(np.array(won) - np.array(baseline))
     return {
-        "share": share.mean,
-        "low": share.low,
-        "high": share.high,
+        "share": float(np.mean(won)),
+        "low": low,
+        "high": high,
         "difference": difference.mean,
         "difference_low": difference.low,
         "difference_high": difference.high,

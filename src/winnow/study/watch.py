@@ -11,6 +11,7 @@ import hmac
 import json
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,6 +42,10 @@ def mark_of(runs: Sequence[Path]) -> str:
     return sha.hexdigest()[:16]
 
 
+AT_ONCE_S = 0.2
+"""A page that is read in less is read whenever something has changed."""
+
+
 class Watch(ThreadingHTTPServer):
     """Serves `/`, the page, and `/data.json`, the data a page reloads; use `serve_forever` and `server_close`.
 
@@ -56,6 +61,7 @@ class Watch(ThreadingHTTPServer):
     def __init__(self, runs: Sequence[Path], host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
         self.runs, self.token = [Path(run) for run in runs], token or secrets.token_urlsafe(16)
         self._held, self._mark, self._data = threading.Lock(), "", {}  # type: ignore[var-annotated]
+        self._rest_until = 0.0
         self.document()
         try:
             super().__init__((host, port), _Asked)
@@ -64,12 +70,17 @@ class Watch(ThreadingHTTPServer):
         self.url = f"http://{host}:{self.server_address[1]}/?token={self.token}"
 
     def document(self) -> tuple[str, dict[str, Any]]:
-        """Return the page's data and its mark, read again only when a file of the runs has changed."""
+        """Return the page's data and its mark, read again only when a file of the runs has changed.
+
+        Reading takes at most a tenth of the time: a long run changes in every second, and takes seconds to read.
+        """
         with self._held:
-            mark = mark_of(self.runs)
-            if mark != self._mark:
+            mark, began = mark_of(self.runs), time.monotonic()
+            if mark != self._mark and began >= self._rest_until:
                 self._data = report_data(self.runs)
                 self._mark = mark
+                if (took := time.monotonic() - began) > AT_ONCE_S:
+                    self._rest_until = began + 10 * took
             return self._mark, self._data
 
 

@@ -42,10 +42,16 @@ class KVCache:
         self._shapes, self._slots = shapes, slots
         self._new: dict[str, Any] = {"dtype": dtype, "device": device}
         self._rows = torch.arange(slots, device=device)
+        self._asked = (0, 0)
+        """Most rows and columns asked for since the last `clear`."""
+        self._expected = (0, 0)
+        """The same between the two before."""
         self.clear()
 
     def clear(self) -> None:
-        """Give up the memory and all that is in it."""
+        """Give up the memory and all that is in it; it will be as large as before when it is used again."""
+        if self._asked[0]:
+            self._asked, self._expected = (0, 0), self._asked
         self.rows = self.columns = 0
         self.keys = [torch.zeros(0, heads, 0, size, **self._new) for (heads, size), _ in self._shapes]
         self.values = [torch.zeros(0, heads, 0, size, **self._new) for _, (heads, size) in self._shapes]
@@ -56,6 +62,9 @@ class KVCache:
         """Grow to at least so many of both. Raises ValueError for more rows than slots."""
         if rows > self._slots:
             raise ValueError(f"{rows} rows in {self._slots} slots")
+        self._asked = max(self._asked[0], rows), max(self._asked[1], columns)
+        if not self.rows:  # growing row by row would copy all that is there, again and again
+            rows, columns = max(rows, self._expected[0]), max(columns, self._expected[1])
         if rows <= self.rows and columns <= self.columns:
             return
         if rows > self.rows:

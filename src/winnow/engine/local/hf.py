@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ...base.errors import ConfigError
 from ...base.weights import state_once
-from ..facts import Facts
+from ..facts import WINDOWS, Facts, has_local_layers
 from ..sampling import sample
 from .backend import Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
@@ -36,11 +36,13 @@ def refuse_unsupported(model: Any, max_length: int | None) -> None:
             f"{name} keeps recurrent state ({sorted(strange) or 'stateful model'}); the embedded engine needs an "
             "ordinary KV cache: use another engine or model"
         )
-    for option in ("sliding_window", "attention_chunk_size"):
+    for option in (*WINDOWS, *(["window_size"] if has_local_layers(config) else [])):
         window = getattr(config, option, None)
         kinds = getattr(config, "layer_types", None)
         if window is None or (kinds and set(kinds) == {"full_attention"}):
             continue
+        if option == "window_size":
+            window -= window % 64  # of the columns that decoding reads, rounded up
         if max_length is None or max_length > window:
             raise ValueError(
                 f"{name} has {option}={window}, and the embedded engine attends to whole sequences; "
@@ -101,6 +103,7 @@ class HFBackend:
         if head is None or not {"position_ids", "past_key_values"} <= parameters.keys():
             raise ValueError(f"{type(model).__name__} has no position_ids or lm_head: the engine cannot run it")
         self.device, self.dtype, self.vocab_size = device, dtype, vocab_size
+        self._float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         # A copy, for the learner changes its model in place; tensor by tensor, in the type that they end in.
         own = {id(buffer): self._cast(name, buffer) for name, buffer in model.named_buffers()}
         own |= {id(p): nn.Parameter(self._cast(name, p), False) for name, p in model.named_parameters()}
@@ -117,8 +120,10 @@ class HFBackend:
             raise ValueError(f"{type(model).__name__} failed in the embedded engine's trial run: {error}") from error
 
     def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Rotary frequencies keep their type: rounded ones turn late positions by wrong angles."""
+        """Rotary frequencies keep their type: rounded ones turn late positions by wrong angles. So does what the class
+        has in float32, such as the biases by which experts are chosen."""
         kept = name.endswith("inv_freq") or not tensor.is_floating_point()
+        kept |= any(part in name for part in self._float32)
         return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)
 
     def _keep_hidden(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:

@@ -135,7 +135,7 @@ class LlamaBackend:
         layers = [self._pack(state, PREFIX.format(i)) for i in range(self._n_layers)]
         self._embedding, self._head, self._layers = (
             self._copy(source, torch.float32),
-            Linear(self._copy(head[: self.vocab_size], self.dtype)),
+            Linear(self._given(head[: self.vocab_size])),
             layers,
         )
         self._norm = self._copy(state["model.norm.weight"], torch.float32)
@@ -149,6 +149,10 @@ class LlamaBackend:
     def _copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor.detach().to(self.device, dtype, copy=True)
 
+    def _given(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A copy only on a GPU: elsewhere `Linear` makes one."""
+        return matrix.detach().to(self.device, self.dtype, copy=self.device.type != "cpu")
+
     def _pack(self, state: Mapping[str, torch.Tensor], prefix: str) -> Layer:
         def get(name: str) -> torch.Tensor:
             return state[prefix + name].detach().to(self.device, torch.float32)
@@ -157,7 +161,8 @@ class LlamaBackend:
             return matrix if columns is None else matrix * columns
 
         def pack(*matrices: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-            return Linear(torch.cat(matrices).to(self.dtype), bias)
+            together = torch.cat(matrices).to(self.dtype) if len(matrices) > 1 else self._given(matrices[0])
+            return Linear(together, bias)
 
         before, after = get("input_layernorm.weight").clone(), get("post_attention_layernorm.weight").clone()
         inward, up, scale = (before, after, self._size**-0.5) if self._folded else (None, None, 1)

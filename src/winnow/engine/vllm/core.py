@@ -55,11 +55,17 @@ class Core:
     _open: ClassVar[weakref.WeakSet[Core]] = weakref.WeakSet()
     """Cores of this process that are not closed. They share vLLM's process groups."""
     _scratch: Scratch | None = None
+    sleeps: bool = False
+    """Whether it can; only one of a process."""
 
     def __init__(self, arguments: Mapping[str, Any], adapters: Adapters | None = None) -> None:
-        self._scratch = Scratch()
         disable_envs_cache()  # with the temporary directory of an earlier engine
         _forget_engines_of_before()
+        sleeps = bool(arguments.get("enable_sleep_mode"))
+        if sleeps and any(core.sleeps for core in Core._open):
+            raise ValueError("this process has another vLLM engine that can sleep; close() its trainer first")
+        self.sleeps = sleeps
+        self._scratch = Scratch()
         with self._scratch.used():
             self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         # vLLM would shut down when this engine is collected, and destroy the process groups of the next engine.
@@ -123,10 +129,14 @@ class Core:
 
         The last open core shuts vLLM down, so that the next one makes process groups of its own.
         """
-        if self._scratch is not None:
-            self._scratch.close()
+        if self._scratch is None:  # closed before
+            return
+        self._scratch.close()
+        self._scratch = None
         was_open = self in Core._open
         Core._open.discard(self)
+        if finalizer := getattr(getattr(self, "_llm", None), "_finalizer", None):
+            finalizer()  # drops the compiler's hooks, which hold the model, before the last reference is dropped
         if not Core._open and was_open:
             self._shut_down()
         elif not Core._open and not hasattr(self, "_llm"):  # it failed to start

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -110,6 +111,11 @@ class VllmEngine(SequenceEngine):
         """Free the memory of vLLM, end the other processes that its layers are cut among, and remove what vLLM left
         outside of this one. All happens in any case when this process ends. Later calls raise RuntimeError."""
         self.sequences.close()
+        if self._asleep:  # else vLLM frees memory that is not there, and its allocator refuses the next engine
+            with suppress(RuntimeError):
+                for tag in ("weights", "kv_cache"):
+                    self._core.wake(tag)
+            self._asleep = False
         vars(self).pop("_head", None)  # it holds the model
         self._core.close()
 

@@ -57,7 +57,8 @@ class VllmOptions:
     """Longest prompt plus completion (`max_model_len`), for which vLLM must have room. None: that of the run, or, if
     none is known, what fits in memory, up to the model's limit."""
     gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory, weights included; None: 0.3 on the learner's GPU, else 0.9. Without effect on a CPU."""
+    """Share of a GPU's memory, weights included; None: 0.9, or 0.3 on the learner's GPU, where an engine that sleeps
+    takes what generation leaves. Without effect on a CPU."""
     sleep: bool | None = None
     """Give memory back while the learner updates; None: where both use one GPU in turn. Without effect on a CPU."""
     tensor_parallel_size: int = 1

@@ -29,11 +29,12 @@ class RewardModel:
 
     `model`: a directory, a hub name, or a loaded `AutoModelForSequenceClassification`, which keeps its device.
     `processing_class`: its tokenizer; None loads the one of the same name. As in TRL, its chat template joins messages,
-    and plain texts are concatenated. On a CPU the weights become float32, elsewhere they keep their dtype. A text that
-    the model cannot score fails alone. Raises ConfigError for a model with several outputs or an untrained head.
+    and plain texts are concatenated. On a CPU the weights become float32, elsewhere they keep their dtype. `device`
+    None: it is checked here, and scores in other processes. A text that the model cannot score fails alone. Raises
+    ConfigError for a model with several outputs or an untrained head.
     """
 
-    def __init__(self, model: Any, processing_class: Any = None, *, device: str = "auto") -> None:
+    def __init__(self, model: Any, processing_class: Any = None, *, device: str | None = "auto") -> None:
         self.source = model if isinstance(model, str) else str(getattr(model, "name_or_path", "") or "")
         self.model = _loaded(model, device) if isinstance(model, str) else model
         _require_one_output(self.model.config, self.source or type(self.model).__name__)
@@ -54,9 +55,15 @@ class RewardModel:
             )
         self.model.eval()
         self.__name__ = Path(self.source).name or type(self.model).__name__
+        self._digest = self._of_content() if device is None else ""
+        if device is None:
+            self.model = None
 
     def digest(self) -> str:
         """Return a SHA-256 that changes with the weights, the vocabulary or the chat template."""
+        return self._digest or self._of_content()
+
+    def _of_content(self) -> str:
         content = weights_digest(self.model.state_dict()) + tokenizer_digest(self.tokenizer)
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -134,16 +141,18 @@ def _parts(rows: dict[int, list[int]]) -> Iterator[list[int]]:
         yield part
 
 
-def _loaded(source: str, device: str) -> Any:
+def _loaded(source: str, device: str | None) -> Any:
     _require_one_output(_from_pretrained(AutoConfig, source, "model"), source)
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    dtype = torch.float32 if name == "cpu" else "auto"
+    scores_on = device or "auto"
+    if scores_on == "auto":
+        scores_on = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float32 if scores_on == "cpu" else "auto"
     options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     model, info = _from_pretrained(AutoModelForSequenceClassification, source, "model", **options)
     if info["missing_keys"]:
         shown = ", ".join(sorted(info["missing_keys"])[:3])
         raise ConfigError(f"reward_funcs: '{source}' lacks weights of a reward model, which would be random: {shown}")
-    return model.requires_grad_(False).to(name)
+    return model.requires_grad_(False).to("cpu" if device is None else scores_on)
 
 
 def _require_one_output(config: Any, source: str) -> None:

@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from functools import partial
@@ -60,6 +60,20 @@ NO_SIGNALS = (
 
 RewardSpec = Callable[..., Any] | str
 
+OF_THE_RUN = ("audit/", "eval/", "eval_", "rewards/", "seconds/", "seconds_", "tokens/")
+"""Beginnings of names that a run gives a meaning, which `log_metric` cannot have."""
+
+
+def without_taken(logged: Mapping[str, float], taken: Collection[str]) -> dict[str, float]:
+    """Return what rewards have logged under names of their own; warns of those of the run's metrics, `taken`."""
+    own = {name: value for name, value in logged.items() if name not in taken and not name.startswith(OF_THE_RUN)}
+    for name in sorted(logged.keys() - own.keys()):
+        warnings.warn(
+            f"log_metric: '{name}' is a metric of the run, or begins like one, so it is left out; rename it",
+            stacklevel=2,
+        )
+    return own
+
 
 class Rewarder:
     """Calls reward functions once per group and writes `rollout.rewards` and `rollout.reward`, or fate and reason.
@@ -83,7 +97,7 @@ class Rewarder:
         timeout_s: float = 30.0,
         *,
         workers: RewardWorkers | None = None,
-        device: str = "auto",
+        device: str | None = "auto",
     ) -> None:
         specs = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs)
         self._device = device
@@ -194,15 +208,12 @@ class Rewarder:
             self._warned.add(name)
             warnings.warn(f"reward {name}: {NO_SIGNALS}", stacklevel=3)
 
-    def pop_metrics(self, taken: Collection[str] = ()) -> dict[str, float]:
-        """Return means of the values logged with `log_metric` since the last call; those with `taken` names are left
-        out, with a warning."""
+    def pop_logged(self) -> dict[str, float]:
+        """Return means of the values logged with `log_metric` since the last call."""
         logged, self._metrics = self._metrics, []
         values: dict[str, list[float]] = {}
-        for name in {name for name, _ in logged} & set(taken):
-            warnings.warn(f"log_metric: '{name}' is a metric of the run, so it is left out; rename it", stacklevel=2)
         for name, value in logged:
-            if name not in taken and abs(value) <= MAX_REWARD:  # not NaN, as a mean of nothing is: see `Records.write`
+            if abs(value) <= MAX_REWARD:  # not NaN, as a mean of nothing is: see `Records.write`
                 values.setdefault(name, []).append(value)
         return {name: sum(v) / len(v) for name, v in values.items()}
 
@@ -348,7 +359,7 @@ class Rewarder:
             rollout.reward = reward
 
 
-def _reward_model(spec: Any, device: str) -> RewardModel | None:
+def _reward_model(spec: Any, device: str | None) -> RewardModel | None:
     """Return the reward model given or named (a directory, or a hub name of two parts). Raises ConfigError."""
     path = isinstance(spec, str) and ":" not in spec and not spec.endswith(".py")
     named = path and (Path(spec).is_dir() or spec.count("/") == 1)

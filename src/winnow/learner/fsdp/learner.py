@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...base import cluster
+from ...base.errors import ConfigError
 from ...base.weights import TensorSpec
 from ...methods.loss import LossConfig
 from ...types import Rollout
@@ -19,6 +21,11 @@ from ..context import LearnerContext
 from ..local.optimizer import WHOLE
 from ..rows import Row, rollouts_of
 from .ranks import Ranks
+from .sharded import SEEN_S
+
+SHARED = (
+    "all machines with ranks must have that directory in common; `winnow cluster check --shared DIRECTORY` tries one"
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,8 @@ class Fsdp:
         try:
             ranks = Ranks(self.ranks, self.threads, self.gpus(context.device), self.timeout_s, size, private)
             try:
-                return FsdpLearner(ranks, *ranks.build(policy, context, self.fsdp_size))
+                built = ranks.build(policy, context, self.fsdp_size)
+                return FsdpLearner(ranks, *built, read=policy.files is not None)
             except BaseException:
                 ranks.close()
                 raise
@@ -88,8 +96,12 @@ class FsdpLearner:
 
     device = torch.device("cpu")
 
-    def __init__(self, ranks: Ranks, sizes: Sizes, precision: str, specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(
+        self, ranks: Ranks, sizes: Sizes, precision: str, specs: Mapping[str, TensorSpec], *, read: bool
+    ) -> None:
         self.sizes, self.precision = sizes, precision
+        self.read = read
+        """Whether ranks read their shards from files, so that none holds the whole model."""
         self._ranks = ranks
         self._specs = specs
         self._parts: list[list[Row]] = []
@@ -134,13 +146,30 @@ class FsdpLearner:
         return memory | update_metrics(self._ranks.same("spent")[0])
 
     def save(self, directory: Path) -> None:
-        self._ranks.same("save", directory.absolute())
+        self._require_here(self._ranks.same("save", directory.absolute()), directory)
 
     def load(self, directory: Path) -> None:
         self._ranks.same("load", directory.absolute())
 
     def export(self, directory: Path) -> None:
-        self._ranks.same("export", directory.absolute())
+        self._require_here(self._ranks.same("export", directory.absolute()), directory)
+
+    def require_shared(self, file: Path) -> None:
+        """Raise ConfigError unless all ranks see a file of the run's directory, where they will write."""
+        for rank, seen in enumerate(self._ranks.same("sees", file.absolute())):
+            if not seen:
+                raise ConfigError(f"output_dir: rank {rank} does not see {file.parent}; {SHARED}")
+
+    def _require_here(self, written: Sequence[Sequence[str]], directory: Path) -> None:
+        """Raise ConfigError if a file that a rank has written is not on this machine."""
+        deadline = time.monotonic() + SEEN_S
+        for rank, files in enumerate(written):
+            while (missing := [name for name in files if not (directory / name).is_file()]) and (
+                time.monotonic() < deadline
+            ):
+                time.sleep(0.1)
+            if missing:
+                raise ConfigError(f"output_dir: what rank {rank} wrote, {missing[0]}, is not in {directory}; {SHARED}")
 
     def close(self) -> None:
         self._ranks.close()

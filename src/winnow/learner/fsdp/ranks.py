@@ -64,6 +64,13 @@ class Rank:
             self.store = dist.TCPStore(host, port, self.world, is_master=False, timeout=limit)
         dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
 
+    def fetch_and_build(self, sent: list[Any], context: LearnerContext, fsdp_size: int | None, limit_s: float) -> Built:
+        """`build` with the policy that `sent` refers to; a list keeps Ray from fetching it before the call."""
+        import ray
+
+        policy: Policy = ray.get(sent[0], timeout=limit_s)
+        return self.build(policy, context, fsdp_size)
+
     def build(self, policy: Policy, context: LearnerContext, fsdp_size: int | None) -> Built:
         """Shard the model."""
         device = torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu")
@@ -156,7 +163,8 @@ class Ranks:
         """Shard the model."""
         import ray
 
-        built: Built = self.all("build", [(ray.put(policy), context, fsdp_size)] * self.world)[0]
+        sent, limit_s = [ray.put(policy)], self.timeout_s + transfer_s(self.size)
+        built: Built = self.all("fetch_and_build", [(sent, context, fsdp_size, limit_s)] * self.world)[0]
         return built
 
     def same(self, name: str, *args: Any) -> list[Any]:

@@ -6,6 +6,8 @@ micro-batches makes extra passes that contribute nothing.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -45,6 +47,8 @@ from ..rows import Row
 from .shards import load_files, load_shards, save_shards
 
 OPTIMIZER_FOLDER = "optimizer"
+SEEN_S = 10.0
+"""Time that a file of another machine has to appear on a network's file system."""
 
 
 class Root(nn.Module):
@@ -256,9 +260,9 @@ class ShardedLearner(LocalLearner):
         self._all_or_none("" if torch.isfinite(total) else f"the loss is {total.item()}; no update was made")
         (total * self._world).backward()
 
-    def _clipped(self) -> torch.Tensor:
-        norm = super()._clipped()
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    def _clipped(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm or math.inf)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def spent(self) -> dict[str, float]:
         """Return this rank's seconds since the last call."""
@@ -277,18 +281,30 @@ class ShardedLearner(LocalLearner):
         weights = StateWeights(self.gather())
         return [ray.put(as_bytes((HalvedWeights(weights) if half else weights).items()))] if weights.specs else []
 
-    def save(self, directory: Path) -> None:
-        """Write the model from rank 0, and the optimizer's shards from every rank."""
+    def save(self, directory: Path) -> list[str]:  # type: ignore[override]
+        """Write the model from rank 0, and the optimizer's shards from every rank; return the files, as seen here."""
         weights = _whole(self.model.state_dict().items())
-        if dist.get_rank() == 0:
+        first = dist.get_rank() == 0
+        if first:
             self._save_trained(directory / "model", weights)
             self._save_reference(directory)
         save_shards(self._optimizer_state(), directory / OPTIMIZER_FOLDER)
+        return _files(directory, "**/*" if first else f"{OPTIMIZER_FOLDER}/*")
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path) -> list[str]:  # type: ignore[override]
+        """Write the model from rank 0; return its files."""
         weights = _finite(self._merged_weights())
-        if dist.get_rank() == 0:
-            save_whole(self._causal_lm, directory, weights, self.options.save_types)
+        if dist.get_rank() != 0:
+            return []
+        save_whole(self._causal_lm, directory, weights, self.options.save_types)
+        return _files(directory, "*")
+
+    def sees(self, file: Path) -> bool:
+        """Return whether a file that the driver has written is there; a network's file system may take a moment."""
+        deadline = time.monotonic() + SEEN_S
+        while not (visible := file.is_file()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return visible
 
     def _optimizer_state(self) -> dict[str, torch.Tensor]:
         return {
@@ -308,6 +324,10 @@ class ShardedLearner(LocalLearner):
         else:
             self._optimizer.state.clear()
         self._load_reference(directory)
+
+
+def _files(directory: Path, pattern: str) -> list[str]:
+    return sorted(str(file.relative_to(directory)) for file in directory.glob(pattern) if file.is_file())
 
 
 def _finite(weights: WeightSource) -> dict[str, torch.Tensor]:

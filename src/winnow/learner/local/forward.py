@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...engine.facts import WINDOWS, has_local_layers
 from ...types import Rollout
 from ..batch import MicroBatch, PassLimits, collate
 from ..rows import Row
@@ -22,7 +23,6 @@ from .compiled import block_mask
 
 Body = Callable[..., torch.Tensor]
 """A model's forward as a function to [B, T, H] hidden states or [B, T, V] logits."""
-WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
 def predictions(
@@ -48,6 +48,8 @@ def can_share(model: Any, body: Body, n_tokens: int) -> bool:
     """Return whether the model uses full attention under any mask, and a trial gives the same numbers."""
     config, parameters = model.config.get_text_config(), inspect.signature(model.forward).parameters
     windowed = any(getattr(config, name, None) for name in WINDOWS)
+    if has_local_layers(config):  # its mask depends on columns, and the trial is narrower than its window
+        return False
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if not {"position_ids", "attention_mask"} <= parameters.keys() or getattr(model, "_is_stateful", False):
         return False

@@ -233,7 +233,7 @@ class LocalLearner(Scorer):
 
     def apply(self, lr: float) -> float:
         with self.seconds.phase("optimizer"):
-            norm = float(self._clipped())
+            norm = self._clipped()
             if not math.isfinite(norm):
                 self._optimizer.zero_grad(set_to_none=True)
                 raise FloatingPointError(f"the gradient norm is {norm}; the weights were left as they were")
@@ -249,9 +249,13 @@ class LocalLearner(Scorer):
         """The optimizer, as callbacks get it."""
         return self._optimizer
 
-    def _clipped(self) -> torch.Tensor:
-        """Clip all gradients; return their norm before clipping."""
-        return torch.nn.utils.clip_grad_norm_(self._params.values(), self.options.max_grad_norm or math.inf)
+    def _clipped(self) -> float:
+        """Clip all gradients; return their norm before clipping. Those within the limit are not written again."""
+        total = torch.nn.utils.get_total_norm([p.grad for p in self._params.values() if p.grad is not None])
+        norm, limit = float(total), self.options.max_grad_norm
+        if limit is not None and math.isfinite(norm) and limit < 1.0001 * (norm + 1e-6):  # it scales by 1 at most
+            torch.nn.utils.clip_grads_with_norm_(self._params.values(), limit, total)
+        return norm
 
     def weights(self) -> WeightSource:
         return self._merged_weights() if self.options.merge_adapters else StateWeights(adapters_of(self._causal_lm))

@@ -135,7 +135,10 @@ def token_logp(
     them. `fused`: passes over a slice's logits are compiled.
     """
     if type(head) is torch.nn.Linear and head.bias is None and distribution.plain:
-        hidden, weight = in_the_type_of_autocast(hidden_PH, head.weight[: distribution.n_tokens])
+        weight_VH = head.weight
+        if len(weight_VH) > distribution.n_tokens:  # a slice has a gradient of its own, as large as the head's
+            weight_VH = weight_VH[: distribution.n_tokens]
+        hidden, weight = in_the_type_of_autocast(hidden_PH, weight_VH)
         if state_N is None:
             state_N = torch.arange(len(targets_N), device=targets_N.device)
         sliced: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Sliced.apply(

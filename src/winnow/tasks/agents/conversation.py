@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from numbers import Real
 from typing import Any
 
@@ -66,13 +66,14 @@ class Request:
         """Whether nobody waits for the answer or has had it."""
         return self.outlived or all(client.gone for client in self.clients)
 
-    def like(self, other: Request) -> bool:
-        """Return whether another request asks the same, with any limits of its answer."""
-        return (self.messages, self.tools, self.agent) == (other.messages, other.tools, other.agent)
+    @cached_property
+    def key(self) -> int:
+        """What `request_key` gives the first such request."""
+        return request_key(self.messages, self.tools, self.agent, 0)
 
     def same_as(self, other: Request) -> bool:
-        mine, others = ((r.max_tokens, r.stop, r.one_call) for r in (self, other))
-        return mine == others and self.like(other)
+        names = ("messages", "tools", "agent", "max_tokens", "stop", "one_call")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def continued_by(self, other: Request) -> tuple[Message, ...] | None:
         """Return the messages that another request adds to this one and its answer; None if it does not continue it."""
@@ -199,7 +200,7 @@ class AgentEnv:
             self._segments.pop()
             continues = -1
         self._segments.append(request)
-        again = sum(map(request.like, self._requests[: self._requests.index(request)]))
+        again = sum(r.key == request.key for r in self._requests[: self._requests.index(request)])
         key = request_key(request.messages, request.tools, request.agent, again)
         settings = TurnSettings(key, request.max_tokens, tuple(request.stop))
         return NextMessages(added, request.tools, continues, request.messages, request.agent, settings)

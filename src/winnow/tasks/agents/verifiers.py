@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -103,12 +104,12 @@ class Tasks(OneTurn):
         if held >= len(keys):
             raise ValueError(f"verifiers: test_size {config.test_size} leaves none of {len(keys)} tasks to train on")
         chosen = set(sorted(keys, key=lambda key: hashlib.sha256(f"{config.seed} {key}".encode()).digest())[:held])
-        names = [p.id for p in prompts]
+        names = Counter(p.id for p in prompts)
         train: list[Prompt] = []
         test: list[Prompt] = []
         for prompt, key in zip(prompts, keys, strict=True):
             part = test if key in chosen else train
-            name = prompt.id if names.count(prompt.id) == 1 else key[:16]
+            name = prompt.id if names[prompt.id] == 1 else key[:16]
             part.append(replace(prompt, id=name, ordinal=len(part)))
         self.train: Sequence[Prompt] = train
         self.test: Sequence[Prompt] = test

@@ -189,11 +189,13 @@ class ArrolGate(Gate):
                 self._realised.returned += 1
                 self._realised.pruned += rollout.fate == Fate.PRUNED
             label, weight = self._right(rollout), 1 / rollout.survival_p
-            if label is None or not rollout.turns:
+            if rollout.reward is None or not rollout.turns:
                 continue
-            self._learn(rollout.last_hidden, mean_logp(rollout), label, weight)
             self._lengths.append((rollout.turns[-1].stop - rollout.turns[-1].start, weight))
             self._realised.ended_early += decision is None
+            if label is None:  # nothing tells right answers; how long they are is known all the same
+                continue
+            self._learn(rollout.last_hidden, mean_logp(rollout), label, weight)
             if decision is not None and has_score:
                 self._posterior.observe(evidence["score"], label, weight)
                 self._learn(evidence.get("hidden"), evidence.get("logp", 0.0), label, weight)
