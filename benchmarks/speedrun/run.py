@@ -207,7 +207,8 @@ def run_all(jobs: Sequence[Job], spec: Spec, records: Path, again: bool, cores: 
 
     def spec_of(job: Job) -> Spec:
         side, rate, seed = job
-        return replace(spec, side=side, rate=rate, seed=seed, directory=f"{spec.directory}/{name_of(job)}")
+        own = {"cap_s": spec.cap_s * track.entries[side].patience, "directory": f"{spec.directory}/{name_of(job)}"}
+        return replace(spec, side=side, rate=rate, seed=seed, **own)
 
     def run(stages: Sequence[Stage], job: Job) -> bool:
         side, rate, seed = job

@@ -68,6 +68,7 @@ def config_of(spec: Spec, *changes: str) -> Any:
         *(f"learning_rate={spec.rate:g}", f"max_steps={spec.entry.steps}", f"seed={spec.seed}"),
         *(f"model={spec.model}", f"device={spec.device}", f"output_dir={spec.directory}/run"),
         *("eval_steps=null", "save_steps=1000000", "log_completions=0"),
+        "save_dtype=float32",  # rounded to bfloat16, a model loses what its first steps have changed
     )
     return load_config(ROOT / "recipes" / f"{recipe}.yaml", [*settings, *spec.changes, *changes])
 
