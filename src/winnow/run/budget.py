@@ -348,13 +348,14 @@ class Budget:
         """Return the share of the GPU that vLLM needs; where it sleeps during updates, all that it can use of what
         generation leaves. At most `MOST_OF_VLLM`."""
         needs = self._least_of_vllm()
+        percent = math.ceil(100 * needs / self._whole)
         if self.engine.sleep:
             rollouts = self.config.prompts_per_step * self.config.num_generations
             useful = self._least_of_vllm(min(self.engine.slots, rollouts))
             without = replace(self, engine=replace(self.engine, gpu_memory_utilization=None))
             room = min(without._left("generation"), without._left("publish")) // self.samplers + needs
-            needs = max(needs, min(useful, room))
-        return min(MOST_OF_VLLM, math.ceil(100 * needs / self._whole) / 100)
+            percent = max(percent, math.floor(100 * min(useful, room) / self._whole))
+        return min(MOST_OF_VLLM, percent / 100)
 
 
 def host_budget(c: RunConfig, shapes: Shapes, engine: Any, *, behind: int) -> Phases:
