@@ -59,7 +59,6 @@ def resolve(
 
     spec, engine, because = _chosen_engine(c, options, machine, parameters, alone)
     why |= {"engine": because} if because else {}
-
     dtype: str = c.dtype
     preferred, why_preferred = choose_dtype(c, parameters, machine)
     engine_follows = dtype == "auto" or (on_gpu and not resumed)
@@ -70,10 +69,7 @@ def resolve(
     if not resumed and (given := _dtype_given(engine, model)) is not None:
         spec, engine = section_of(spec) | {"dtype": given}, replace(engine, dtype=given)
         why.setdefault("engine", f"the given weights are {given}")
-
-    rounds = values.get("save_dtype", "float32") != "float32" and options.engine_of(0) is None
-    if rounds and _samples_in_float32(engine):
-        values["save_dtype"], why["save_dtype"] = "float32", "as rollouts are sampled; rounding loses small updates"
+    _save_as_sampled(values, why, options, engine)
 
     threads = c.threads
     if threads == "auto":
@@ -226,9 +222,13 @@ def _may_round(options: Options, engine: Any) -> bool:
     return isinstance(engine, LocalOptions) and engine.dtype is None and not options.uncorrected
 
 
-def _samples_in_float32(engine: Any) -> bool:
+def _save_as_sampled(values: dict[str, Any], why: dict[str, str], options: Options, engine: Any) -> None:
+    """Let `save_dtype: auto` be float32 where rollouts are sampled in it, whatever type the given model has."""
     dtype = getattr(engine, "dtype", "")
-    return dtype == "float32" or (isinstance(engine, LocalOptions) and dtype is None)
+    in_float32 = dtype == "float32" or (isinstance(engine, LocalOptions) and dtype is None)
+    rounds = values.get("save_dtype", "float32") != "float32" and options.engine_of(0) is None
+    if rounds and in_float32:
+        values["save_dtype"], why["save_dtype"] = "float32", "as rollouts are sampled; rounding loses small updates"
 
 
 def _dtype_given(engine: Any, model: InitialModel) -> str | None:
