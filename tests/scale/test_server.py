@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ TEXT = (pages.ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 START_S = 180.0
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "max_position_embeddings": 1024}
 LONG = 800
-"""Tokens of a sequence that still runs when the first of them have been seen, and greedy does not end."""
+"""Tokens of a sequence that still runs when the first of them have been seen."""
 
 
 def documented(command: str = "python -m") -> str:
@@ -138,6 +139,12 @@ def connect(server: RealServer, model: Path, tokenizer: Any) -> ServerEngine:
     engine: ServerEngine = ServerOptions(server.url, 60.0).build(
         ModelReference(str(model), torch.device("cpu")), tokenizer
     )
+    return engine
+
+
+def endless(engine: ServerEngine) -> ServerEngine:
+    """An engine whose sequences end at their length alone."""
+    engine.facts = replace(engine.facts, eos_ids=frozenset())
     return engine
 
 
@@ -246,10 +253,10 @@ def test_weights_that_change_while_sequences_run(
         own = RealServer(path, tmp_path / "server.log")
     try:
         model = AutoModelForCausalLM.from_pretrained(path)
-        engine = connect(own, path, tokenizer)
+        engine = endless(connect(own, path, tokenizer))
         engine.load_weights(model.state_dict(), 3)
         with own.sampling():
-            engine.submit(ask(4, max_tokens=LONG, temperature=0.0))
+            engine.submit(ask(4, max_tokens=LONG))
         torch.manual_seed(1)
         with torch.no_grad():
             for tensor in model.parameters():
@@ -272,8 +279,9 @@ def test_weights_that_change_while_sequences_run(
 
 
 def test_cancelled_requests_return_what_they_sampled(server: RealServer, engine: ServerEngine) -> None:
+    endless(engine)
     with server.sampling():
-        engine.submit(ask(3, max_tokens=LONG, temperature=0.0))
+        engine.submit(ask(3, max_tokens=LONG))
     ended = engine.cancel([0, 2])
     assert [each.stop_reason for each in ended] == ["cancelled"] * 2
     assert any(len(each.token_ids) for each in ended)
