@@ -72,3 +72,11 @@ def test_what_it_needs_is_cut_among_its_gpus() -> None:
     assert weights_and_keys > 4 * whole.shapes.parameters
     tiny = replace(whole, memory=whole._least_of_vllm() // 2)
     assert tiny.fitted()[1]["engine"]["gpu_memory_utilization"] == MOST_OF_VLLM
+
+
+def test_samplers_of_one_gpu_share_it_in_a_plan(tmp_path: Path) -> None:
+    """Each takes its part of 0.9; counted twice they would need 1.8 of the card."""
+    sync = {"name": "processes", "samplers": 2, "devices": ["cuda:1"]}
+    found = plan_for(of_8b(tmp_path, engine="vllm", sync=sync, max_lag=1), Gpus.from_text("2x80GiB"))
+    held = found["memory_gib"]["sampler GPU"]["generation"]
+    assert sum(held.values()) == pytest.approx(0.9 * 80, abs=0.5)
