@@ -51,6 +51,10 @@ def summary_of(record: Mapping[str, Any], target: float) -> Summary:
     }
 
 
+PRECISION = 1.1
+"""Times to the target that differ by less say nothing: models are saved at least as far apart."""
+
+
 def chosen_records(directory: Path) -> list[dict[str, Any]]:
     """Return the records of each side at its chosen rate (any rate until it is tuned), without the tuning seed's."""
     tuned = read_json(directory / TUNED)
@@ -71,8 +75,10 @@ def figures_in(directory: Path, target: float) -> Figures:
 
 
 def chosen(tries: Sequence[Summary]) -> Summary:
-    """Return the try that reaches the target first, or, if none does, the one with the best mean over its run."""
-    return min(tries, key=lambda run: (run["reached_s"] or float("inf"), -run["mean_pass@1"]))
+    """Return the try with the best mean over its run, of those that reach the target first, if any does."""
+    first = min(run["reached_s"] or float("inf") for run in tries)
+    alike = [run for run in tries if (run["reached_s"] or float("inf")) <= PRECISION * first]
+    return max(alike, key=lambda run: run["mean_pass@1"])
 
 
 def markdown(figures: Figures) -> str:

@@ -191,7 +191,11 @@ def test_the_first_to_the_target_is_chosen_and_without_one_the_best_mean() -> No
     chosen = module("table").chosen
     never = [{"rate": 1, "reached_s": None, "mean_pass@1": 0.3}, {"rate": 2, "reached_s": None, "mean_pass@1": 0.4}]
     assert chosen(never)["rate"] == 2
-    assert chosen([*never, {"rate": 3, "reached_s": 70.0, "mean_pass@1": 0.1}])["rate"] == 3
+    first = {"rate": 3, "reached_s": 70.0, "mean_pass@1": 0.1}
+    assert chosen([*never, first])["rate"] == 3
+    alike, later = ({"rate": n, "reached_s": s, "mean_pass@1": 0.5} for n, s in ((4, 76.0), (5, 78.0)))
+    assert chosen([first, later, alike])["rate"] == 4, "as soon as the saved models tell"
+    assert chosen([first, later])["rate"] == 3
 
 
 @pytest.mark.parametrize("track", ["countdown", "chain-sums", "arithmetic", "spell-backward"])
