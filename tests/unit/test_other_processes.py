@@ -73,7 +73,7 @@ def test_what_rewards_log_elsewhere_is_no_metric_of_the_sampler(sampler: Sampler
 
 
 def ranks_that_write(folder: Path, elsewhere: Path) -> Any:
-    """Rank 0 writes where it is told; rank 1 believes so, and is on another machine."""
+    """Rank 0 writes to the given folder; rank 1, on another machine, to a folder of the same name."""
 
     def same(name: str, *args: Any) -> list[Any]:
         if name == "sees":

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -104,6 +105,14 @@ def sha256(path: Path) -> str:
 def digest(value: Any) -> str:
     """Return the SHA-256 of a value as JSON; values unknown to JSON count as text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def appears(file: Path, within_s: float) -> bool:
+    """Return whether a file is there, or comes within so many seconds: a network's file system may show it later."""
+    deadline = time.monotonic() + within_s
+    while not (visible := file.is_file()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return visible
 
 
 def fsync(path: Path) -> None:

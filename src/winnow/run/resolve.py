@@ -338,10 +338,8 @@ def _sizes_on_gpu(
     sizes = Sizes({}, {}, {}, {})
     for name, (learner, sampler) in roles.items():
         for_run = engine_for_run(c, options, alone=alone or not (learner or options.own_engines))
-        whole = Budget(
-            c, shapes, machine.gpu_memory, for_run, options.ranks, learner, sampler, several_turns=several_turns
-        )
-        whole = replace(whole, total=machine.gpu_total)
+        more = {"several_turns": several_turns, "total": machine.gpu_total}
+        whole = Budget(c, shapes, machine.gpu_memory, for_run, options.ranks, learner, sampler, **more)
         if sampler and not alone and isinstance(options.sync, Processes):
             whole = replace(whole, samplers=(places := options.sync.places(c.device)).count(places[0]))
         budget, chosen = whole.fitted(share_given=getattr(engine, "gpu_memory_utilization", None) is not None)

@@ -41,12 +41,11 @@ def refuse_unsupported(model: Any, max_length: int | None) -> None:
         kinds = getattr(config, "layer_types", None)
         if window is None or (kinds and set(kinds) == {"full_attention"}):
             continue
-        if option == "window_size":
-            window -= window % 64  # of the columns that decoding reads, rounded up
-        if max_length is None or max_length > window:
+        most = window if option in WINDOWS else window - window % 64  # of columns, which decoding reads rounded up
+        if max_length is None or max_length > most:
             raise ValueError(
                 f"{name} has {option}={window}, and the embedded engine attends to whole sequences; "
-                f"set the engine's max_length (engine.max_length in a configuration) to at most {window}; "
+                f"set the engine's max_length (engine.max_length in a configuration) to at most {most}; "
                 f"it is {max_length}"
             )
     rope = getattr(config, "rope_parameters", None) or {}

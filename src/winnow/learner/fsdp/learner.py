@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 
 from ...base import cluster
 from ...base.errors import ConfigError
+from ...base.files import appears
 from ...base.weights import TensorSpec
 from ...methods.loss import LossConfig
 from ...types import Rollout
@@ -162,14 +162,10 @@ class FsdpLearner:
 
     def _require_here(self, written: Sequence[Sequence[str]], directory: Path) -> None:
         """Raise ConfigError if a file that a rank has written is not on this machine."""
-        deadline = time.monotonic() + SEEN_S
         for rank, files in enumerate(written):
-            while (missing := [name for name in files if not (directory / name).is_file()]) and (
-                time.monotonic() < deadline
-            ):
-                time.sleep(0.1)
-            if missing:
-                raise ConfigError(f"output_dir: what rank {rank} wrote, {missing[0]}, is not in {directory}; {SHARED}")
+            for name in files:
+                if not appears(directory / name, SEEN_S):
+                    raise ConfigError(f"output_dir: what rank {rank} wrote, {name}, is not in {directory}; {SHARED}")
 
     def close(self) -> None:
         self._ranks.close()

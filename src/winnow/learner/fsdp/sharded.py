@@ -7,7 +7,6 @@ micro-batches makes extra passes that contribute nothing.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
+from ...base.files import appears
 from ...base.weights import (
     HalvedWeights,
     StateWeights,
@@ -300,11 +300,8 @@ class ShardedLearner(LocalLearner):
         return _files(directory, "*")
 
     def sees(self, file: Path) -> bool:
-        """Return whether a file that the driver has written is there; a network's file system may take a moment."""
-        deadline = time.monotonic() + SEEN_S
-        while not (visible := file.is_file()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return visible
+        """Return whether a file that the driver has written is there."""
+        return appears(file, SEEN_S)
 
     def _optimizer_state(self) -> dict[str, torch.Tensor]:
         return {
