@@ -338,7 +338,7 @@ def _sizes_on_gpu(
     sizes = Sizes({}, {}, {}, {})
     for name, (learner, sampler) in roles.items():
         for_run = engine_for_run(c, options, alone=alone or not (learner or options.own_engines))
-        more = {"several_turns": several_turns, "total": machine.gpu_total}
+        more: dict[str, Any] = {"several_turns": several_turns, "total": machine.gpu_total}
         whole = Budget(c, shapes, machine.gpu_memory, for_run, options.ranks, learner, sampler, **more)
         if sampler and not alone and isinstance(options.sync, Processes):
             whole = replace(whole, samplers=(places := options.sync.places(c.device)).count(places[0]))
