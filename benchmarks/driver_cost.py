@@ -5,12 +5,13 @@
 A run of `recipes/thrifty.yaml` without evaluations. Sides take turns in one call, each repeat in a fresh process. The
 unit is CPU time of the process (all threads), divided by the groups that were rolled out:
 
-    launch    drafts, environments, prompts as tokens, requests
+    launch    drafts, environments, requests
     poll      turns, texts, rewards, groups in order
     ledger    visits, fates and steps booked
     collect   everything else of a step: selector, judge, filter, buffer, tally, records
 
-Engine (`step`, `submit`, `cancel`, `load_weights`), update and publishing are left out.
+Engine (`step`, `cancel`, `load_weights`), update and publishing are left out. There are 512 prompts, so that they have
+been visited before: they have drafts, and their tokens are known.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def measure(model: Path, steps: int) -> dict[str, Any]:
     shares = Shares()
     with tempfile.TemporaryDirectory() as folder:
         settings = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+        settings["env"]["train_size"] = 512
         settings |= {"model": str(model), "output_dir": folder, "max_steps": 10**6, "eval_steps": None}
         trainer = Trainer(config=validate(settings | {"save_steps": 10**6}))
         for _ in range(WARM_STEPS):
@@ -57,7 +59,7 @@ def measure(model: Path, steps: int) -> dict[str, Any]:
         for owner, names, part in (
             (sampler, ("launch",), "launch"),
             (sampler, ("poll",), "poll"),
-            (sampler.engine, ("step", "submit", "cancel", "load_weights"), "engine"),  # type: ignore[attr-defined]
+            (sampler.engine, ("step", "cancel", "load_weights"), "engine"),  # type: ignore[attr-defined]
             (ledger, ("visit", "finish", "step"), "ledger"),
             (loop.optimizer_step, ("_update",), "update"),
             (loop, ("publish",), "update"),

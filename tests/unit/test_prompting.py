@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from winnow.env.prompting import (
     PromptError,
+    TurnTexts,
     cut_at_stop,
     decode,
-    decode_turns,
     decode_whole,
     encode_observation,
     encode_prompt,
@@ -198,9 +198,10 @@ def test_special_tokens_are_text_unless_they_begin_end_or_pad_one(chat_tokenizer
     tokenizer.add_tokens([AddedToken("<think>", special=True), AddedToken("<turn>", special=True)], special_tokens=True)
     ids = np.array(tokenizer.encode("<b><think>2<e>3<p><turn>", add_special_tokens=False))
     assert decode(tokenizer, [ids]) == ["<think>23<turn>"]
-    assert decode_turns(tokenizer, [(ids, "eos"), (ids, "stop")]) == ["<think>23", "<think>23<turn>"]
+    texts = TurnTexts(tokenizer)
+    assert texts.of([(ids, "eos"), (ids, "stop")]) == ["<think>23", "<think>23<turn>"]
     assert decode_whole(tokenizer, ids) == "<b><think>2<e>3<p><turn>"
-    assert decode_turns(tokenizer, [(ids[:3], "eos")]) == ["<think>2"], "an ordinary token that ends a turn is text"
+    assert texts.of([(ids[:3], "eos")]) == ["<think>2"], "an ordinary token that ends a turn is text"
 
 
 def test_cut_at_stop_keeps_the_stop_string() -> None:

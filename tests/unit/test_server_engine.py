@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +168,54 @@ def test_what_waits_for_a_slot_is_cancelled_at_once(
     assert len(server.bodies) == 1
 
 
+def test_what_waits_for_a_slot_is_not_sent_when_all_are_cancelled(
+    server: StandIn, tiny_model: Path, model: Any, tokenizer: Any
+) -> None:
+    engine = connect(server, tiny_model, tokenizer, slots=1)
+    engine.load_weights(model.state_dict(), 0)
+    server.hangs.set()
+    engine.submit(requests(tokenizer, 3))
+    time.sleep(0.1)
+    assert len(engine.cancel([("train", 0, i) for i in range(3)])) == 3
+    server.hangs.clear()
+    engine.submit([replace(requests(tokenizer, 1)[0], id="next")])
+    assert [ended.id for ended in play(engine)] == ["next"]
+    assert len(server.bodies) == 2
+
+
+def test_a_server_on_a_cpu_gets_no_seeds(server: StandIn, tiny_model: Path, tokenizer: Any) -> None:
+    """vLLM would end as soon as it reads such a prompt in two steps."""
+    (request,) = requests(tokenizer, 1)
+    assert "seed" in connect(server, tiny_model, tokenizer)._params(request)
+    server.config["device_config"] = {"device_type": "cpu"}
+    assert "seed" not in connect(server, tiny_model, tokenizer)._params(request)
+
+
+def test_tokens_of_two_versions(server: StandIn, engine: ServerEngine, model: Any, tokenizer: Any) -> None:
+    (request,) = requests(tokenizer, 1)
+    first = engine._label
+    engine.submit([replace(request, params=SamplingParams(8))])
+
+    def split(choice: dict[str, Any]) -> None:
+        whole = len(choice["token_ids"])
+        spans = [(first, 0, 3), (engine._label, 3, whole)]
+        choice["weight_versions"] = [{"version": label, "start": a, "end": b} for label, a, b in spans]
+
+    server.spoil = of_choice(split)
+    server.hangs.set()
+    engine.load_weights(model.state_dict(), 7)
+    server.hangs.clear()
+    (ended,) = play(engine)
+    assert ended.versions.tolist() == [0] * 3 + [7] * (len(ended.token_ids) - 3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"report_at": (2,)}, "report_at: a vLLM server does not report it"),
         ({"raw_logp": True}, "raw_logp: a vLLM server"),
         ({"params": SamplingParams(8, temperature=0.005)}, r"temperature 0.005: vLLM samples at 0.01; raise it"),
+        ({"params": SamplingParams(8, temperature=2.5)}, r"temperature 2.5: vLLM takes at most 2; lower it"),
         ({"params": SamplingParams(8, top_p=0.9, min_p=0.1)}, "min_p with top_p: vLLM applies min_p first"),
         ({"params": SamplingParams(100_000)}, "exceed the maximum length"),
         ({"prompt_ids": (9_999,)}, "prompt token 9999 is outside the vocabulary"),

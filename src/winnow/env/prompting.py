@@ -17,6 +17,8 @@ from .chat import is_begun, joined, rendered, template_variables
 from .prompt_columns import TOOLS, VALUES, tool_names
 
 _QUESTION: Message = {"role": "user", "content": "?"}
+ONE_BY_ONE = 2048
+"""Tokens up to which sequences are decoded in this thread: a batch waits for threads of its own, and for a core."""
 
 
 @dataclass(frozen=True)
@@ -232,20 +234,39 @@ def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled
         ) from None
 
 
+def _unsaid(tokenizer: Any) -> set[int | None]:
+    return {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+
 def decode(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
     """Return the texts of sequences with special tokens such as `<think>`, but without bos, eos and padding."""
-    unsaid = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    unsaid = _unsaid(tokenizer)
     return _decoded(tokenizer, [[token for token in ids.tolist() if token not in unsaid] for ids in sequences])
 
 
-def decode_turns(tokenizer: Any, turns: Sequence[tuple[np.ndarray, str]]) -> list[str]:
-    """Return the texts of turns, given as tokens and stop reason; without a special token that only ended one."""
-    last = [tokens[-1:].tolist() if reason == "eos" else [] for tokens, reason in turns]
-    ends = [list(end) for end in {tuple(end) for end in last if end}]
-    texts = _decoded(tokenizer, ends, skip_special_tokens=True) if ends else []
-    unsaid = [end for end, text in zip(ends, texts, strict=True) if not text]
-    shown = [tokens[:-1] if end in unsaid else tokens for (tokens, _), end in zip(turns, last, strict=True)]
-    return decode(tokenizer, shown) if shown else []
+class TurnTexts:
+    """Texts of turns, by a tokenizer whose special tokens stay as they are."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._unsaid = _unsaid(tokenizer)
+        self._special: dict[int, bool] = {}
+        """Whether a token that has ended a turn is a special one."""
+
+    def of(self, turns: Sequence[tuple[np.ndarray, str]]) -> list[str]:
+        """Return the texts of turns, given as tokens and stop reason; without a special token that only ended one."""
+        shown = []
+        for tokens, reason in turns:
+            ids = tokens.tolist()
+            if reason == "eos" and ids and self._is_special(ids[-1]):
+                ids.pop()
+            shown.append([token for token in ids if token not in self._unsaid])
+        return _decoded(self._tokenizer, shown)
+
+    def _is_special(self, token: int) -> bool:
+        if token not in self._special:
+            self._special[token] = not _decoded(self._tokenizer, [[token]], skip_special_tokens=True)[0]
+        return self._special[token]
 
 
 def decode_whole(tokenizer: Any, ids: np.ndarray) -> str:
@@ -254,11 +275,12 @@ def decode_whole(tokenizer: Any, ids: np.ndarray) -> str:
 
 
 def _decoded(tokenizer: Any, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
-    """Return the texts of sequences at the speed of the tokenizer's own batch decoder."""
+    """Return the texts of sequences by the tokenizer's own decoder, which is faster than the tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
+    if backend is not None and sum(map(len, ids)) > ONE_BY_ONE:
         return list(backend.decode_batch(ids, skip_special_tokens=skip_special_tokens))
-    return [tokenizer.decode(each, skip_special_tokens=skip_special_tokens) for each in ids]
+    one = tokenizer if backend is None else backend
+    return [one.decode(each, skip_special_tokens=skip_special_tokens) for each in ids]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

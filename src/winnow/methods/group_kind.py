@@ -104,6 +104,8 @@ class GroupJudge:
         for rollout in group.rollouts:
             if rollout.greedy and rollout.reward is None:
                 return f"the greedy baseline has no reward ({rollout.reason})"
+        if self.kind(group) is not GroupKind.NOT_JUDGED:
+            return None
         present = max((len(of_one.known_rewards()) for of_one in by_agent([group])), default=0)
         return None if present >= self.least else f"only {present} of {len(group.siblings)} siblings have a reward"
 

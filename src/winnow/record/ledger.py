@@ -34,6 +34,7 @@ from .ledger_file import (
     COLUMNS,
     UNREADABLE,
     LedgerError,
+    Prefix,
     as_json,
     clean,
     damaged,
@@ -55,6 +56,8 @@ _ORDER = {
 }
 """Tables in which a resumed and an uninterrupted run must agree in all but wall-clock columns, and their order."""
 _WALL_CLOCK = ("seconds", "time")
+WAIT_S = 1.0
+"""Longest wait of a finished group for others: they are written in one transaction."""
 
 TABLES = tuple(_ORDER)
 
@@ -66,7 +69,12 @@ class Ledger:
         """Use `Ledger.open`."""
         self.path = path
         self._db = connection
-        self._prefix: dict[str, _Prefix] = {}
+        self._prefix: dict[str, Prefix] = {}
+        self._open: set[int] = set()
+        """Visits known to be in flight."""
+        self._ended: dict[str, list[tuple[Any, ...]]] = {"outcomes": [], "rollouts": []}
+        """Rows that are not yet written. Whatever reads or writes takes them along."""
+        self._ended_since = 0.0
         self.judge = BY_REWARDS
 
     @classmethod
@@ -78,7 +86,10 @@ class Ledger:
         return cls(Path(path), open_file(Path(path), read_only))
 
     def close(self) -> None:
-        self._db.close()
+        try:
+            self._write_ended()
+        finally:
+            self._db.close()
 
     def __enter__(self) -> Ledger:
         return self
@@ -113,16 +124,18 @@ class Ledger:
         except sqlite3.IntegrityError as error:
             twice = self._booked_twice([v.number for v in visits])
             raise ValueError(f"{self.path}: step {step}: {twice}") from error
+        self._open.update(v.number for v in visits if v.verdict.keep)
 
     def finish(self, group: Group, *, step: int) -> None:
         """Book the fate of a group and of each of its rollouts; `step` is the one that trained it, else the current.
 
-        Raises ValueError, and books nothing, on: no rollouts, a rollout without a fate, a duplicate sibling, an unknown
-        or finished visit, a reward that is not finite or that its fate excludes.
+        A killed process may lose those of its last second, whose visits are then in flight. Raises ValueError, and
+        books nothing, on: no rollouts, a rollout without a fate, a duplicate sibling, an unknown or finished visit, a
+        reward that is not finite or that its fate excludes.
         """
         number = group.visit.number
         where = f"{self.path}: visit {number}"
-        rows = [rollout_row(where, number, step, r) for r in group.rollouts]
+        rows = [rollout_row(self.path, number, step, r) for r in group.rollouts]
         fate = group_fate([row[3] for row in rows]) if rows else None
         if fate is None:
             raise ValueError(f"{where}: a group without rollouts cannot be finished.")
@@ -132,14 +145,18 @@ class Ledger:
         mean = math.fsum(rewards) / len(rewards) if rewards else None
         kind = _zero_variance(self.judge.kind(group))
         reason = next((r.reason for r in group.rollouts if r.fate == fate and r.reason), group.verdict.reason)
-        with self._transaction() as db:
-            if db.execute("SELECT 1 FROM visits WHERE visit = ? AND void = 0", (number,)).fetchone() is None:
-                raise ValueError(f"{where}: never dispatched; book it with visit() first.")
-            try:
-                insert(db, "outcomes", [(number, step, fate, clean(reason), len(rows), mean, kind, time.time())])
-            except sqlite3.IntegrityError as error:
-                raise ValueError(f"{where}: already finished; {self._outcome(number)}.") from error
-            insert(db, "rollouts", rows)
+        if number not in self._open:
+            self._open = set(self.in_flight())
+        if number not in self._open:
+            raise ValueError(f"{where}: {self._outcome(number)}.")
+        self._open.remove(number)
+        now = time.time()
+        if not self._ended["outcomes"]:
+            self._ended_since = now
+        self._ended["outcomes"].append((number, step, fate, clean(reason), len(rows), mean, kind, now))
+        self._ended["rollouts"] += rows
+        if not 0 <= now - self._ended_since < WAIT_S:
+            self._write_ended()
 
     def step(
         self, step: int, *, seconds: Mapping[str, float], metrics: Mapping[str, float], version: int | None = None
@@ -188,7 +205,7 @@ class Ledger:
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         fsync(self.path.parent)
-        return {table: self._prefix.setdefault(table, _Prefix(table)).extend(self._db) for table in TABLES}
+        return {table: self._prefix.setdefault(table, Prefix(table)).extend(self._db) for table in TABLES}
 
     def rollback(self, mark: Mapping[str, Any], *, reason: str) -> dict[str, Any]:
         """Void every row after `mark`, in one transaction; visits in flight at the mark are in flight again.
@@ -215,7 +232,7 @@ class Ledger:
             insert(db, "restarts", [(number, clean(reason), as_json(voided), time.time())])
             insert(db, "meta", [("finished", "false")])
             failpoint("ledger.rollback")
-        self._prefix = prefixes
+        self._prefix, self._open = prefixes, set()
         return {"restart": number, "voided": voided, "in_flight": self.in_flight()}
 
     def in_flight(self) -> list[int]:
@@ -235,10 +252,12 @@ class Ledger:
 
     def failures(self) -> list[tuple[str, str, int]]:
         """Return reason, prompt id and count of failed rollouts, in booking order."""
+        self._write_ended()
         return self._db.execute(FAILURES).fetchall()
 
     def stop_reasons(self) -> dict[str, int]:
         """Count rollouts by stop reason, the most frequent first."""
+        self._write_ended()
         query = "SELECT stop_reason, COUNT(*) FROM rollouts WHERE void = 0 GROUP BY 1 ORDER BY 2 DESC, 1"
         return dict(self._db.execute(query).fetchall())
 
@@ -283,14 +302,15 @@ class Ledger:
         if found:
             raise LedgerError(damaged(self.path, "; ".join(found)))
 
-    def _up_to(self, mark: Mapping[str, Any]) -> tuple[dict[str, _Prefix], dict[str, dict[str, Any]]]:
+    def _up_to(self, mark: Mapping[str, Any]) -> tuple[dict[str, Prefix], dict[str, dict[str, Any]]]:
         """Return the rows that `mark` covers, and a new mark of those rows."""
-        prefixes = {table: _Prefix(table) for table in TABLES}
+        prefixes = {table: Prefix(table) for table in TABLES}
         return prefixes, {t: prefix.extend(self._db, until=_covered(mark, t)) for t, prefix in prefixes.items()}
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """Read one state of the ledger, even while another process writes. Raises LedgerError on damage."""
+        self._write_ended()
         try:
             self._db.execute("BEGIN")
             yield self._db
@@ -306,14 +326,22 @@ class Ledger:
         except sqlite3.OperationalError as error:
             raise LedgerError(f"{self.path}: cannot write: {error}. Is another process using this run?") from error
         try:
+            for table, rows in self._ended.items():
+                insert(self._db, table, rows)
             yield self._db
             self._db.execute("COMMIT")
+            self._ended = {table: [] for table in self._ended}
         except sqlite3.OperationalError as error:
             self._undo()
             raise LedgerError(f"{self.path}: cannot write: {error}. Is the disk full or read-only?") from error
         except BaseException:
             self._undo()
             raise
+
+    def _write_ended(self) -> None:
+        if self._ended["outcomes"]:
+            with self._transaction():
+                pass
 
     def _undo(self) -> None:
         if self._db.in_transaction:
@@ -325,34 +353,17 @@ class Ledger:
         return f"visit {', '.join(map(str, twice))} booked before; visit numbers are used once."
 
     def _outcome(self, number: int) -> str:
-        fate, step = self._db.execute(
-            "SELECT fate, step FROM outcomes WHERE visit = ? AND void = 0", (number,)
-        ).fetchone()
-        return f"its fate is {fate}, since step {step}"
+        """Return why a visit cannot be finished."""
+        query = "SELECT fate, step FROM outcomes WHERE visit = ? AND void = 0"
+        known = self._db.execute(query, (number,)).fetchone()
+        if known is None:
+            return "never dispatched; book it with visit() first"
+        return f"already finished; its fate is {known[0]}, since step {known[1]}"
 
 
 def _zero_variance(kind: GroupKind) -> str | None:
     """Return the value of the column `zero_variance`."""
     return {GroupKind.SIGNAL: "none", GroupKind.NOT_JUDGED: None}.get(kind, kind.value)
-
-
-class _Prefix:
-    """Running SHA-256 over the checksums of valid rows, in booking order."""
-
-    def __init__(self, table: str) -> None:
-        self.table = table
-        self.last = self.rows = 0
-        self._sha = hashlib.sha256()
-
-    def extend(self, db: sqlite3.Connection, until: int | None = None) -> dict[str, Any]:
-        bound = (1 << 63) - 1 if until is None else until
-        query = f"SELECT row, checksum FROM {self.table} WHERE row > ? AND row <= ? AND void = 0 ORDER BY row"
-        found = db.execute(query, (self.last, bound))
-        while rows := found.fetchmany(4096):
-            self._sha.update("".join(map(repr, rows)).encode())
-            self.last = rows[-1][0]
-            self.rows += len(rows)
-        return {"last": self.last, "rows": self.rows, "sha256": self._sha.copy().hexdigest()}
 
 
 def _without_wall_times(row: tuple[Any, ...]) -> tuple[Any, ...]:

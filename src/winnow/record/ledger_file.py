@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +164,18 @@ COLUMNS = {
     "evaluations": "step, rollouts, tokens, seconds, time",
     "restarts": "number, reason, voided, time",
 }
-_INSERT = {
-    table: f"INSERT INTO {table} ({columns}, checksum) VALUES ({', '.join('?' * (columns.count(',') + 2))})"
-    for table, columns in COLUMNS.items()
-}
-_INSERT["meta"] += " ON CONFLICT (key) DO UPDATE SET value = excluded.value, checksum = excluded.checksum"
+AT_ONCE = 32
+"""Rows of one statement: with each the interpreter is let go, and has to be waited for while an update runs."""
+
+
+@lru_cache
+def _insert(table: str, rows: int) -> str:
+    columns = COLUMNS[table]
+    values = f"({', '.join('?' * (columns.count(',') + 2))})"
+    conflict = " ON CONFLICT (key) DO UPDATE SET value = excluded.value, checksum = excluded.checksum"
+    start = f"INSERT INTO {table} ({columns}, checksum) VALUES {', '.join([values] * rows)}"
+    return start + (conflict if table == "meta" else "")
+
 
 NUMBERED = {name: "row" for name in COLUMNS if name != "meta"} | {"restarts": "number"}
 """Tables whose rows are numbered from 1 and never deleted, with the column of the number."""
@@ -182,7 +190,10 @@ def insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) 
             row = tuple(value + 0.0 if isinstance(value, float) else value for value in row)
             text = repr(row)
         stored.append((*row, _checksum(text)))
-    db.executemany(_INSERT[table], stored)
+    whole = len(stored) - len(stored) % AT_ONCE
+    for first in range(0, whole, AT_ONCE):
+        db.execute(_insert(table, AT_ONCE), list(chain.from_iterable(stored[first : first + AT_ONCE])))
+    db.executemany(_insert(table, 1), stored[whole:])
 
 
 def checksum(row: tuple[Any, ...]) -> int:
@@ -223,18 +234,26 @@ def visit_row(v: Visit, step: int, version: int, now: float) -> tuple[Any, ...]:
     return v.number, step, version, v.epoch, clean(v.prompt.id), v.prompt.ordinal, *decision, now
 
 
-def rollout_row(where: str, visit: int, step: int, r: Rollout) -> tuple[Any, ...]:
-    where = f"{where}, sibling {r.sibling}"
+def _problem(r: Rollout) -> str:
+    """Return what keeps a rollout from being booked, if anything."""
     if r.fate is None or r.fate == Fate.SKIPPED:
-        raise ValueError(f"{where}: a finished rollout needs a fate other than skipped, got {r.fate}.")
+        return f"a finished rollout needs a fate other than skipped, got {r.fate}"
     if r.reward is not None and not math.isfinite(r.reward):
-        raise ValueError(f"{where}: reward {r.reward} is not finite; a rollout without a usable reward is `failed`.")
+        return f"reward {r.reward} is not finite; a rollout without a usable reward is `failed`"
     if r.reward is not None and r.fate in (Fate.FAILED, Fate.PRUNED):
-        raise ValueError(f"{where}: fate {r.fate} with reward {r.reward}; its reward must be None.")
+        return f"fate {r.fate} with reward {r.reward}; its reward must be None"
     if r.reward is None and r.fate == Fate.TRAINED:
-        raise ValueError(f"{where}: fate trained without a reward.")
-    versions = r.versions[r.action_mask]
-    tokens = len(versions)
+        return "fate trained without a reward"
+    return ""
+
+
+def rollout_row(path: Path, visit: int, step: int, r: Rollout) -> tuple[Any, ...]:
+    """Return the row of a finished rollout. Raises ValueError."""
+    if problem := _problem(r):
+        raise ValueError(f"{path}: visit {visit}, sibling {r.sibling}: {problem}.")
+    assert r.fate is not None
+    tokens = int(np.count_nonzero(r.action_mask))
+    versions = r.versions if tokens == len(r.versions) else r.versions[r.action_mask]
     prompt_tokens = len(r.prompt_ids) + sum(len(segment.prompt_ids) for segment in r.later_segments)
     counts = prompt_tokens, tokens, len(r.token_ids) - tokens - r.abandoned_tokens
     reward = None if r.reward is None else float(r.reward)
@@ -259,3 +278,22 @@ _quoted = lru_cache(maxsize=1_000)(json.dumps)
 def clean(text: str) -> str:
     """Return text that SQLite can store: lone surrogates as escapes."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+class Prefix:
+    """Running SHA-256 over the checksums of valid rows, in booking order."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+        self.last = self.rows = 0
+        self._sha = hashlib.sha256()
+
+    def extend(self, db: sqlite3.Connection, until: int | None = None) -> dict[str, Any]:
+        bound = (1 << 63) - 1 if until is None else until
+        query = f"SELECT row, checksum FROM {self.table} WHERE row > ? AND row <= ? AND void = 0 ORDER BY row"
+        found = db.execute(query, (self.last, bound))
+        while rows := found.fetchmany(4096):
+            self._sha.update("".join(map(repr, rows)).encode())
+            self.last = rows[-1][0]
+            self.rows += len(rows)
+        return {"last": self.last, "rows": self.rows, "sha256": self._sha.copy().hexdigest()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 WORTH_READING = 0.5
@@ -10,6 +9,8 @@ WORTH_READING = 0.5
 0.9 of the time of a row of a decode step, without that row's share of the step's fixed cost."""
 WORTH_STEPS = 2.0
 """Decode steps that a draft must be expected to save; chosen, not tuned."""
+SLACK = 1e-9
+"""More than rounding of the sum of the chances."""
 
 
 def likeliest(drafts: Sequence[tuple[int, ...]], readers: int) -> tuple[int, ...]:
@@ -20,12 +21,16 @@ def likeliest(drafts: Sequence[tuple[int, ...]], readers: int) -> tuple[int, ...
     of them follow it for `WORTH_STEPS`, as only that saves steps. The last token of a draft is not read.
     """
     draft: list[int] = []
-    left, worth, steps = drafts, True, 0.0
-    while worth and (nexts := Counter(d[len(draft)] for d in left if len(d) > len(draft))):
-        token, count = nexts.most_common(1)[0]
-        left = [d for d in left if d[len(draft) : len(draft) + 1] == (token,)]
+    left, worth, steps = list(drafts), True, 0.0
+    longest = max(map(len, drafts), default=0)
+    while worth and (nexts := [d[len(draft)] for d in left if len(d) > len(draft)]):
+        token = max(dict.fromkeys(nexts), key=nexts.count)  # of several, the first
+        chance = (nexts.count(token) - 0.5) / len(drafts)
+        saved = chance**readers
+        if steps + saved * (longest - len(draft)) < WORTH_STEPS - SLACK:
+            return ()  # no later token is likelier than this one
+        left = [d for d in left if len(d) > len(draft) and d[len(draft)] == token]
         draft.append(token)
-        chance = (count - 0.5) / len(drafts)
-        steps += chance**readers
+        steps += saved
         worth = 1 - (1 - chance) ** readers >= WORTH_READING
     return tuple(draft) if steps >= WORTH_STEPS else ()

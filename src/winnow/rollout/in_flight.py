@@ -245,7 +245,6 @@ class Sibling:
 
     def finish(self, stop_reason: str, *, fate: Fate | None = None, reason: str = "") -> Rollout:
         """Close the rollout: after this it is only scored and booked."""
-
         self.leave_barrier()
         if self._leave_out(getattr(self.env, "abandoned", ())) and fate is None:
             fate, reason = Fate.FAILED, ALL_ABANDONED
@@ -255,7 +254,7 @@ class Sibling:
         ended = self.rollout
         token_ids, sampled, logp, versions = zip(*self.pieces, strict=True) if self.pieces else ((), (), (), ())
         ended.token_ids = _joined(token_ids, np.int64)
-        ended.action_mask = np.array(sampled, np.bool_).repeat([len(ids) for ids in token_ids])
+        ended.action_mask = _joined([np.full(len(ids), own) for ids, own in zip(token_ids, sampled, strict=True)], bool)
         ended.sampler_logp = _joined(logp, np.float32)
         ended.versions = _joined(versions, np.int32)
         ended.stop_reason, ended.fate, ended.reason = stop_reason, fate, reason
@@ -270,7 +269,7 @@ def _warn_unclosed(name: str, error: BaseException) -> None:
 
 def _joined(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     if len(arrays) == 1:
-        return arrays[0].astype(dtype)
+        return arrays[0].astype(dtype, copy=False)
     return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 
 

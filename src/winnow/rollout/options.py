@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..base.errors import ConfigError
 from ..base.noise import noise_key
@@ -83,37 +84,33 @@ def turn_requests(
     visit, purpose = flight.visit, flight.job.purpose
     group_key = noise_key(options.seed, STREAMS[purpose], visit.prompt.ordinal, visit.epoch)
     report_at = tuple(sorted(flight.token_gates))
-    params: dict[tuple[int, tuple[str, ...], bool], SamplingParams] = {}
-    drafts: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
     requests = []
     for sibling, stop, keep in turns:
-        rollout, context, before = sibling.rollout, sibling.context(), tuple(sibling.turn_tokens)
+        rollout, context = sibling.rollout, sibling.context()
         turn = len(rollout.turns) if sibling.settings.key is None else sibling.settings.key
         left = options.params.max_tokens - sibling.length
         if options.context_length is not None:
             left = min(left, options.context_length - len(context))
-        length = min(limit for limit in (left, turn_length, sibling.settings.max_tokens) if limit is not None)
-        asked = length, stop, rollout.greedy
-        if asked not in params:
-            params[asked] = _sampling(options.params, *asked)
-        if options.drafts and before not in drafts:
-            drafts[before] = flight.draft(sibling)
+        if turn_length is not None:
+            left = min(left, turn_length)
+        length = left if sibling.settings.max_tokens is None else min(left, sibling.settings.max_tokens)
         requests.append(
             Request(
                 id=(*flight.key, rollout.sibling),
                 prompt_ids=context,
-                params=params[asked],
+                params=_sampling(options.params, length, stop, rollout.greedy),
                 key=noise_key(rollout.sibling, turn, key=group_key),
                 report_at=() if rollout.greedy else report_at,
                 keep=keep,
                 raw_logp="raw_logp" in report,
                 last_hidden="last_hidden" in report,
-                draft=drafts[before][:length] if options.drafts else (),
+                draft=flight.draft(sibling)[:length] if options.drafts else (),
             )
         )
     return requests
 
 
+@lru_cache(64)
 def _sampling(params: SamplingParams, length: int, stop: tuple[str, ...], greedy: bool) -> SamplingParams:
     params = replace(params, max_tokens=length, stop=stop)
     return replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0) if greedy else params

@@ -17,7 +17,7 @@ from ..base.seconds import Seconds
 from ..engine.base import Engine, Finished, Reached, engine_seconds
 from ..env.base import ModelTurn, OverlappingEnv, StepResult, Task, has_no_environment
 from ..env.private import private_prompt
-from ..env.prompting import cut_at_stop, decode, decode_turns, decode_whole, stop_string_of
+from ..env.prompting import TurnTexts, cut_at_stop, decode, decode_whole, stop_string_of
 from ..env.rewards.rewarder import Rewarder
 from ..env.workers.calls import shared_calls
 from ..methods.gate import NamedRule
@@ -51,7 +51,7 @@ class RolloutRunner:
         self.options = dict(options)
         self._turn_length = turn_length_of(task)
         self._one_turn = has_no_environment(task)  # then no copy of a row is made for an environment
-        self._prompts = PromptTokens(tokenizer)
+        self._prompts, self._texts = PromptTokens(tokenizer), TurnTexts(tokenizer)
         check_drafts(self.options.values(), engine.provides)
         self._flights: dict[tuple[str, int], Flight] = {}
         self._answers = Answers(lambda: self.waits())
@@ -65,10 +65,7 @@ class RolloutRunner:
         return spent | engine_seconds(self.engine, spent.pop("engine", 0.0))
 
     def set_rules(self, rules: Sequence[NamedRule]) -> None:
-        """Replace the rules; groups in flight keep the gate points of their launch.
-
-        Raises ConfigError when the engine does not provide what a rule needs, or no rollout reaches its gate point.
-        """
+        """Replace the rules, checked as at the start; groups in flight keep the gate points of their launch."""
         self._rules = ActiveRules(rules, self.engine, self.task, self.tokenizer)
 
     @property
@@ -107,9 +104,9 @@ class RolloutRunner:
         self._close_if_ended(flight)
 
     def _begin(self, job: Job, sibling: Sibling, observation: str | None) -> None:
-        prompt, limit = job.visit.prompt, self.options[job.purpose].max_prompt_length
-        sibling.rollout.prompt_ids = self._prompts.of(prompt, observation, limit)
-        begin(sibling, prompt, observation)
+        limit = self.options[job.purpose].max_prompt_length
+        sibling.rollout.prompt_ids = self._prompts.of(job.visit.prompt, observation, limit)
+        begin(sibling, job.visit.prompt, observation)
 
     def _submit(self, flight: Flight, siblings: Sequence[Sibling]) -> None:
         """Ask the engine for turns that begin together; what it refuses fails one by one."""
@@ -190,9 +187,9 @@ class RolloutRunner:
 
     def _advance(self, finished: list[Finished]) -> None:
         """Add finished turns; end each rollout or step its environment."""
-        texts = decode_turns(self.tokenizer, [(f.token_ids, f.stop_reason) for f in finished])
-        for f, text in zip(finished, texts, strict=True):
-            flight, sibling = self._whose(f.id)
+        texts = self._texts.of([(f.token_ids, f.stop_reason) for f in finished])
+        whose = [self._whose(f.id) for f in finished]
+        for f, text, (flight, sibling) in zip(finished, texts, whose, strict=True):
             if not sibling.running:
                 continue
             turn = Turn(text, None, sibling.length, sibling.length + len(f.token_ids), f.stop_reason)
@@ -211,7 +208,7 @@ class RolloutRunner:
                 self._use_up(flight, sibling, limit)  # the action may be incomplete
             else:
                 self._step_env(flight, sibling, turn)
-        for flight in {id(flight): flight for flight, _ in (self._whose(f.id) for f in finished)}.values():
+        for flight in {id(flight): flight for flight, _ in whose}.values():
             self._close_if_ended(flight)
 
     def _whose(self, request: Any) -> tuple[Flight, Sibling]:
@@ -347,6 +344,8 @@ class RolloutRunner:
 
     def _ask_token_gates(self, events: Sequence[Reached]) -> None:
         """Decide about all rollouts at a gate point of this engine step; pruned ones leave before the next."""
+        if not events:
+            return
         pruned = self._rules.about_rollouts([(*self._whose(event.id), event) for event in events])
         self._cancel([(flight, sibling) for flight, sibling, _ in pruned])
         for _, sibling, reason in pruned:
@@ -361,8 +360,8 @@ class RolloutRunner:
         texts = decode(self.tokenizer, [partial.token_ids for partial in partials]) if partials else []
         for partial, text in zip(partials, texts, strict=True):
             sibling = by_id[partial.id]  # type: ignore[index]
-            start = sibling.length
             sibling.sampled(partial)
+            start = sibling.length - len(partial.token_ids)
             sibling.rollout.turns.append(Turn(text, None, start, sibling.length, "cancelled"))
 
     def abandon(self, *, engine_works: bool = True) -> list[Group]:

@@ -149,5 +149,8 @@ class Buffer:
 
 def oldest_version(group: Group) -> int | None:
     """Return the policy version of the group's oldest token; None for a group without tokens."""
+    versions = np.concatenate([r.versions for r in group.rollouts])
+    if len(versions) and (oldest := int(versions.min())) >= 0:  # else some token is an environment's
+        return oldest
     versions = np.concatenate([r.versions[r.action_mask] for r in group.rollouts])
     return int(versions.min()) if len(versions) else None

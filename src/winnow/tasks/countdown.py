@@ -31,7 +31,8 @@ MAX_LENGTH = 1_024
 _EXPRESSION = re.compile(r"[-+*/() \t\r\n0-9]+")
 _BAD_NUMBER = re.compile(r"(?<![0-9])0[0-9]|[0-9]{21}")
 """A leading zero, or too many digits."""
-_STEP = re.compile(r"\s*([0-9]{1,20})\s*([-+*/])\s*([0-9]{1,20})\s*=\s*([0-9]{1,20})\s*", re.ASCII)
+_WHOLE = "(0|[1-9][0-9]{0,19})"
+_STEP = re.compile(rf"\s*{_WHOLE}\s*([-+*/])\s*{_WHOLE}\s*=\s*{_WHOLE}\s*", re.ASCII)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _ASCII = str.maketrans({"×": "*", "÷": "/", "−": "-"})
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
@@ -65,31 +66,30 @@ def verify_steps(text: str, numbers: Sequence[int], target: int) -> bool:
     Each step takes two of the remaining numbers and puts back their correct result, a non-negative integer; the last
     one leaves only the target.
     """
-    remaining = Counter(numbers)
     steps = text.translate(_ASCII).split(",")
     if len(text) > MAX_LENGTH or len(steps) != len(numbers) - 1:
         return False
+    remaining = list(numbers)
     for step in steps:
         match = _STEP.fullmatch(step)
-        if match is None or any(_leading_zero(match[i]) for i in (1, 3, 4)):
+        if match is None:
             return False
-        a, op, b, result = int(match[1]), match[2], int(match[3]), int(match[4])
-        remaining.subtract((a, b))
-        right = b != 0 and a == b * result if op == "/" else _apply(op, a, b) == result
-        if min(remaining[a], remaining[b]) < 0 or not right:
+        left, op, right, shown = match.groups()
+        a, b, result = int(left), int(right), int(shown)
+        if not (b != 0 and a == b * result if op == "/" else _apply(op, a, b) == result):
             return False
-        remaining[result] += 1
-    return remaining[target] == 1
+        for number in (a, b):
+            if number not in remaining:
+                return False
+            remaining.remove(number)
+        remaining.append(result)
+    return remaining == [target]
 
 
 def extract_answer(text: str) -> str | None:
     """Return the content of the last complete `<answer>...</answer>`, or None."""
     answers = _ANSWER.findall(text)
     return answers[-1].strip() if answers else None
-
-
-def _leading_zero(digits: str) -> bool:
-    return len(digits) > 1 and digits[0] == "0"
 
 
 def _apply(op: str, a: Any, b: Any) -> Any:

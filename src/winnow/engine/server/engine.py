@@ -40,8 +40,8 @@ LOAD_SHARE = 0.8
 SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 """Settings of a model's config that server and run must share."""
 REPORTS = ("report_at", "raw_logp", "last_hidden")
-VLLM_COLDEST = 0.01
-"""Lowest temperature but 0: vLLM raises lower ones to it."""
+VLLM_COLDEST, VLLM_HOTTEST = 0.01, 2.0
+"""Lowest temperature but 0, as vLLM raises lower ones to it, and the highest that it takes."""
 LOWEST_BIAS, MOST_BIASES = -100.0, 1024
 """What vLLM takes: the lowest bias of a token, and the biases of a request."""
 SERVER_PREFIX = "generate-tokens-"
@@ -83,6 +83,8 @@ class ServerEngine:
         policy = model.described()
         self.version = 0
         self.dtype = str(config["model_config"].get("dtype", "unknown")).removeprefix("torch.")
+        # On a CPU vLLM 0.32 dies of a seeded request whose tokens it reads in two steps.
+        self._seeded = (config.get("device_config") or {}).get("device_type") != "cpu"
         self._client, self._timeout_s, self._slots = client, timeout_s, slots
         limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         longest, length = min(max_length or limit, limit), int(config["model_config"]["max_model_len"])
@@ -110,6 +112,8 @@ class ServerEngine:
         self._calls: dict[str, Request] = {}
         self._call_of: dict[Hashable, str] = {}
         self._sent: set[str] = set()
+        self._dropped: set[str] = set()
+        """Cancelled calls that have not ended."""
         self._orders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -167,6 +171,7 @@ class ServerEngine:
         self._require_alive()
         calls = [self._call_of[id_] for id_ in dict.fromkeys(ids) if id_ in self._call_of]
         ended: dict[str, Arrived] = {}
+        self._dropped.update(calls)  # first: those that wait for a slot are not sent any more
         running, deadline = {call for call in calls if call in self._sent}, time.monotonic() + ABORT_S
         while running and time.monotonic() < deadline:  # one that it has not yet read is aborted next time
             named = [SERVER_PREFIX + call for call in running]
@@ -210,6 +215,8 @@ class ServerEngine:
         params = request.params
         if 0 < params.temperature < VLLM_COLDEST:
             raise ValueError(f"{who}: temperature {params.temperature}: vLLM samples at {VLLM_COLDEST}; raise it")
+        if params.temperature > VLLM_HOTTEST:
+            raise ValueError(f"{who}: temperature {params.temperature}: vLLM takes at most {VLLM_HOTTEST:g}; lower it")
         if params.min_p and params.top_p < 1:
             raise ValueError(
                 f"{who}: min_p with top_p: vLLM applies min_p first, and the learner last; use one of them"
@@ -218,7 +225,7 @@ class ServerEngine:
     def _work(self) -> None:
         while (call := self._orders.get()) is not None:
             request = self._calls.get(call)
-            if request is not None:  # else it was cancelled
+            if request is not None and call not in self._dropped:
                 self._arrived.put(self._ask(call, request))
 
     def _ask(self, call: str, request: Request) -> Arrived:
@@ -227,7 +234,7 @@ class ServerEngine:
         if self._label:
             body["cache_salt"] = self._label  # else its prompt would take keys and values of earlier weights
         self._sent.add(call)
-        if call not in self._calls:  # cancelled meanwhile
+        if call in self._dropped or call not in self._calls:
             self._sent.discard(call)
             return Arrived(call, version, 0.0, None)
         try:
@@ -241,7 +248,7 @@ class ServerEngine:
         params = request.params
         names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         values = {name: getattr(params, name) for name in names}
-        values |= {"seed": request.key % 2**63, "logprobs": 0}
+        values |= {"logprobs": 0} | ({"seed": request.key % 2**63} if self._seeded else {})
         values |= {"ignore_eos": True, "stop_token_ids": sorted(self.facts.eos_ids)}  # the run's ends, and no others
         values |= {"detokenize": bool(params.stop), "skip_special_tokens": False, "stop": list(params.stop)}
         return values | ({"logit_bias": self._biases} if self._biases else {})
@@ -274,7 +281,7 @@ class ServerEngine:
             raise self._client.error(str(error)) from None
 
     def _cancelled(self, call: str, arrived: Arrived | None) -> Finished:
-        if arrived is not None and not isinstance(arrived.outcome, Exception):
+        if arrived is not None and isinstance(arrived.outcome, Mapping):
             return replace(self._finished(arrived), stop_reason="cancelled")
         none = np.zeros(0)
         arrays = none.astype(np.int64), none.astype(np.float32), none.astype(np.int32)
@@ -283,6 +290,7 @@ class ServerEngine:
     def _forget(self, call: str) -> Request:
         request = self._calls.pop(call)
         self._sent.discard(call)
+        self._dropped.discard(call)
         del self._call_of[request.id]
         return request
 

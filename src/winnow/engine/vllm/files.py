@@ -71,8 +71,11 @@ class FileTransfer(WeightTransferEngine[ModelFacts, WeightFile]):
         try:
             with safe_open(update_info.path, framework="pt") as file:
                 self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot read {update_info.path}: {error}") from None
+        except Exception as error:
+            finalize_layerwise_reload(self.model, self.model_config)  # the next one must not begin with half of this
+            if isinstance(error, OSError | SafetensorError):
+                raise ValueError(f"cannot read {update_info.path}: {error}") from None
+            raise
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

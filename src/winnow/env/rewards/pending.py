@@ -33,6 +33,8 @@ class RewardFunction:
     """Set if `call` is a reward model."""
     compares: bool | None = False
     """Whether it compares siblings; None: its author does not say."""
+    quick: bool = False
+    """Called at once: one of ours that cannot hang or change its arguments, and takes less than to start a thread."""
 
 
 @dataclass(eq=False)

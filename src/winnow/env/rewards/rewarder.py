@@ -243,7 +243,8 @@ class Rewarder:
         parameters = parameters_of(spec)
         if set(VERL_ARGUMENTS) <= set(parameters):
             return RewardFunction(function_name(spec), weight, {"**": False}, call=spec, arguments=verl_arguments)
-        return RewardFunction(function_name(spec), weight, parameters, call=spec, compares=compares_siblings(spec))
+        compares, quick = compares_siblings(spec), _target_of(spec) in BUILTIN.values()
+        return RewardFunction(function_name(spec), weight, parameters, call=spec, compares=compares, quick=quick)
 
     def _by_name(self, target: str, weight: float) -> RewardFunction:
         if ":" not in target:
@@ -296,6 +297,11 @@ class Rewarder:
                 chosen["trainer_state"] = vars(self.trainer_state)
             call = {"target": function.target, "kwargs": chosen, "n": n, "loggers": loggers}
             return self._pool.call("winnow.env.workers.functions:call_function", call, called=function.target)
+        if function.quick:
+            assert function.call is not None
+            done: Future[Any] = Future()
+            done.set_result(function.call(**chosen))
+            return done
         for name, values in chosen.items():
             if name == "environments" and values is not None:
                 chosen[name] = list(values)
@@ -377,6 +383,10 @@ def _is_async(function: Callable[..., Any]) -> bool:
     while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _target_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
 
 
 def _built_in(function: Any) -> bool:

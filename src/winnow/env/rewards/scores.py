@@ -103,6 +103,8 @@ def read_scores(value: Any, n: int) -> list[Outcome]:
 
 def read_score(value: Any) -> Outcome:
     """Return one reward, or an exception for an invalid one."""
+    if type(value) is float and abs(value) <= MAX_REWARD:
+        return value
     if value is None or isinstance(value, Exception):
         return value
     if isinstance(value, dict) and "score" in value:  # allowed by verl

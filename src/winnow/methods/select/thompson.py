@@ -63,6 +63,7 @@ class ThompsonSelector(StreamSelector):
         self.wrong_N = np.zeros(len(prompts), np.float32)
         """Rollouts of each prompt; the prior, Beta(1, 1), is not counted."""
         self._predictions = Predictions()
+        self._passed = Verdict(False, f"thompson: the rate of another candidate was nearer to {options.target}")
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
         """Decide by whole sets of candidates, which begin at multiples of `candidates` in the epoch's order.
@@ -76,13 +77,12 @@ class ThompsonSelector(StreamSelector):
         keeps_N = np.zeros(len(ordinals_N), dtype=bool)
         first_set = start - start % n
         distance = self._distances(first_set, stop, epoch)
-        for first in range(first_set, stop, n):
-            if self.kept_at >= begun + first:
-                continue
-            left = max(first, start)  # candidates before it were passed by an earlier call, when another was nearer
-            chosen = left + int(distance[left - first_set : first + n - first_set].argmin())
-            if chosen < stop:
-                keeps_N[chosen - start] = True
+        sets_S = np.arange(first_set, stop, n)
+        padded = np.full(len(sets_S) * n, np.inf)  # the epoch's last set may be shorter
+        padded[: len(distance)] = distance[: len(padded)]
+        padded[: start - first_set] = np.inf  # passed by an earlier call, when another was nearer
+        chosen_S = sets_S + padded.reshape(-1, n).argmin(1)
+        keeps_N[chosen_S[(chosen_S < stop) & (begun + sets_S > self.kept_at)] - start] = True
         return keeps_N
 
     def _distances(self, first: int, stop: int, epoch: int) -> np.ndarray:
@@ -98,11 +98,7 @@ class ThompsonSelector(StreamSelector):
         return distance[first % size :]
 
     def verdict_on(self, ordinal: int, keep: bool) -> Verdict:
-        return (
-            KEEP
-            if keep
-            else Verdict(False, f"thompson: the rate of another candidate was nearer to {self.options.target}")
-        )
+        return KEEP if keep else self._passed
 
     def observe_group(self, group: Group) -> None:
         right, wrong = counts(group, self.judge)
