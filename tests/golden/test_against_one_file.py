@@ -130,7 +130,7 @@ def assert_same_run(recorded: Recorded, model: Any, steps: list[Any], reference:
 def test_noise_is_the_documented_construction(oracle: ModuleType, words: list[int], position: int) -> None:
     key = oracle.noise_key(*words)
     assert key == noise.noise_key(*words)
-    drawn = noise.uniform(noise.as_tensor([key]), torch.tensor([position]))
+    drawn = noise.uniform_array(key, np.array([position]))
     assert drawn.item() == oracle.uniform(key, position)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from math import comb, exp
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ....base.noise import as_tensor, noise_key, uniform
+from ....base.noise import noise_key, uniform_array
 from ....types import GroupView, Token, Verdict
 from ..base import Array
 from .calibration import bin_of
@@ -107,18 +106,13 @@ class ArrolRule:
 
     def _draws(self, views: Sequence[GroupView]) -> dict[int, tuple[list[float], float]]:
         """Return draws by visit: one per sibling, and the highest of those that survive at any chance."""
-        import torch
-
-        groups = {v.visit.number: v for v in views}
-        sizes = [len(v.running) for v in groups.values()]
-        keys = [noise_key(self.seed, QUALITY_STREAM, v.visit.prompt.ordinal, v.visit.epoch) for v in groups.values()]
-        keys_N = as_tensor(keys).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
-        draws = iter(uniform(keys_N, torch.cat([torch.arange(0), *map(torch.arange, sizes)])).tolist())
-        by_visit = {}
-        for number, size in zip(groups, sizes, strict=True):
-            draws_G = list(islice(draws, size))
-            by_visit[number] = draws_G, sorted(draws_G)[min(self.least, size) - 1] if self.least else -1.0
-        return by_visit
+        draws = {}
+        for view in {v.visit.number: v for v in views}.values():
+            key = noise_key(self.seed, QUALITY_STREAM, view.visit.prompt.ordinal, view.visit.epoch)
+            size = len(view.running)
+            draws_G = uniform_array(key, np.arange(size)).tolist()
+            draws[view.visit.number] = draws_G, sorted(draws_G)[min(self.least, size) - 1] if self.least else -1.0
+        return draws
 
 
 def novelty_of(logp: float, n: int, size: int) -> float:
