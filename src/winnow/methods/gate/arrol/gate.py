@@ -28,7 +28,7 @@ from .calibration import (
     survival_factor,
     survival_probabilities,
 )
-from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_logp
+from .head import LEARNING_RATE, WIDTH, HeadState, QualityHead, mean_logp
 from .rule import ArrolRule
 from .stats import Realised
 
@@ -195,10 +195,10 @@ class ArrolGate(Gate):
             self._realised.ended_early += decision is None
             if label is None:  # nothing tells right answers; how long they are is known all the same
                 continue
-            self._learn(rollout.last_hidden, mean_logp(rollout), label, weight)
+            self.head.observe(rollout.last_hidden, mean_logp(rollout), label, weight)  # its end, where votes score
             if decision is not None and has_score:
                 self._posterior.observe(evidence["score"], label, weight)
-                self._learn(evidence.get("hidden"), evidence.get("logp", 0.0), label, weight)
+                self.head.observe(evidence.get("hidden"), evidence.get("logp", 0.0), label, weight)
                 saved = weight * (1 - decision.verdict.probability) * _sampled_after(rollout, decision)
                 self._realised.outcomes.append((evidence["q"], label, weight, saved))
                 scored.append((evidence["score"], label, weight))
@@ -224,11 +224,6 @@ class ArrolGate(Gate):
 
     def _right(self, rollout: Rollout) -> bool | None:
         return self._context.judge.success.right(rollout)
-
-    def _learn(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
-        """Learn from the middle of a rollout, or from its end, where votes use the head."""
-        if hidden is not None:
-            self.head.observe(Example(hidden, logp, label, weight))
 
     def end_step(self) -> None:
         """End an optimizer step: learn, and fix the rule of the next step."""
