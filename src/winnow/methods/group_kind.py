@@ -24,17 +24,8 @@ def share_seen(group: Group) -> float:
     return sum(r.reward is not None for r in siblings) / len(siblings)
 
 
-def is_zero_variance(rewards_G: np.ndarray, atol: float = 1e-8) -> bool:
-    """Whether all present rewards lie within `atol` of each other (largest minus smallest <= atol).
-
-    float [G]; NaN members are absent. Tested on the rewards that the advantage uses, so with a format bonus a mix of
-    0 and 0.1 is not zero-variance. No member present counts as zero-variance.
-    """
-    return are_equal(rewards_G[~np.isnan(rewards_G)].tolist(), atol)
-
-
 def are_equal(rewards: Sequence[float], atol: float) -> bool:
-    """Whether the rewards lie within `atol` of each other."""
+    """Whether the rewards lie within `atol` of each other (largest minus smallest); also without any."""
     return not rewards or max(rewards) - min(rewards) <= atol
 
 
