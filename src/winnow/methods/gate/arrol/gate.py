@@ -10,7 +10,6 @@ import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ....base.errors import ConfigError
 from ....base.state import Count, Probability, State
 from ....config.options import CHECKED
 from ....types import Decision, Fate, Group, Rollout, Token
@@ -112,8 +111,8 @@ class Arrol:
 
     def build(self, context: GateContext) -> ArrolGate:
         """Build the gate. Raises ConfigError when right answers are unknown, since the gate learns from them."""
-        if (success := context.judge.success).undecided and self.balance != "distinct":
-            raise ConfigError(f"gates: arrol learns which answers are right, but success is {success}")
+        if self.balance != "distinct":
+            context.judge.success.require("gates: arrol learns which answers are right")
         return ArrolGate(self, context)
 
 
