@@ -52,7 +52,9 @@ class GroupJudge:
     def _kind(self, group: Group) -> GroupKind:
         if not group.verdict.keep:
             return group.verdict.counts_as
-        kind = self.by_rewards(group)
+        kinds = [self.of_rewards(of_one.known_rewards()) for of_one in by_agent([group])]
+        best = (GroupKind.SIGNAL, GroupKind.UNKNOWN)
+        kind = next((kind for kind in best if kind in kinds), GroupKind.NOT_JUDGED)  # by rewards, of the best agent
         if kind.zero_variance:
             return self._level(group, all)
         advantage = self.advantage
@@ -62,12 +64,6 @@ class GroupJudge:
         if any((np.abs(advantages_G) > 0).any() for advantages_G in advantages):  # NaN, an absent member, is not
             return kind
         return self._level(group, any)
-
-    def by_rewards(self, group: Group) -> GroupKind:
-        """Return the kind of a group by rewards alone, as in `of_rewards`; of several agents, that of the best."""
-        kinds = [self.of_rewards(of_one.known_rewards()) for of_one in by_agent([group])]
-        best = (GroupKind.SIGNAL, GroupKind.UNKNOWN)
-        return next((kind for kind in best if kind in kinds), GroupKind.NOT_JUDGED)
 
     def of_rewards(self, rewards: Sequence[float]) -> GroupKind:
         """Return the kind by the known rewards alone, `UNKNOWN` when they are equal."""

@@ -16,7 +16,7 @@ from ..base.sanitize import visible
 from ..types import Fate
 from .costs import costs_of, seconds_table, tokens_table
 from .ledger_file import first_few
-from .rule_audits import RuleAudits, audited_rules, rules_table
+from .rule_audits import RuleAudits, rules_of, rules_table
 
 FATES = tuple(fate.value for fate in Fate)
 COLUMNS = ("visits", "rollouts", "prompt_tokens", "tokens", "seconds")
@@ -148,6 +148,7 @@ def verify(db: sqlite3.Connection) -> Proof:
         problems += first_few([message.format(*row) for row in db.execute(query, facts)], "like it")
     problems += _voids(db)
     metrics = db.execute("SELECT metrics FROM steps WHERE void = 0 ORDER BY step")
+    last = db.execute("SELECT metrics FROM steps WHERE void = 0 ORDER BY step DESC LIMIT 1").fetchone()
     count = lambda query: int(db.execute(query).fetchone()[0])  # noqa: E731
     return Proof(
         ok=not problems,
@@ -159,7 +160,7 @@ def verify(db: sqlite3.Connection) -> Proof:
         in_flight=count("SELECT COUNT(*) FROM visit_fates WHERE fate IS NULL"),
         restarts=count("SELECT COUNT(*) FROM restarts"),
         finished=finished,
-        rules=audited_rules(db),
+        rules={} if last is None else rules_of(from_json(last[0])),
         costs=costs_of(from_json(row[0]) for row in metrics),
     )
 

@@ -179,17 +179,18 @@ class ArrolGate(Gate):
     def observe_group(self, group: Group) -> None:
         """Learn from finished rollouts; outcomes count 1 / survival, since those of pruned rollouts are unseen."""
         decisions = [r.decision_of(self.name) for r in group.siblings]
+        labels = [self._context.judge.success.right(r) for r in group.siblings]
         self._remember([d.verdict.evidence for d in decisions if d is not None], group)
         scored: list[tuple[float, bool, float]] = []
-        for rollout, decision in zip(group.siblings, decisions, strict=True):
+        for rollout, decision, label in zip(group.siblings, decisions, labels, strict=True):
             evidence = {} if decision is None else decision.verdict.evidence
             has_score = "score" in evidence
             if has_score:
                 self._realised.returned += 1
                 self._realised.pruned += rollout.fate == Fate.PRUNED
-            label, weight = self._right(rollout), 1 / rollout.survival_p
             if rollout.reward is None or not rollout.turns:
                 continue
+            weight = 1 / rollout.survival_p
             self._lengths.append((rollout.turns[-1].stop - rollout.turns[-1].start, weight))
             self._realised.ended_early += decision is None
             if label is None:  # nothing tells right answers; how long they are is known all the same
@@ -204,7 +205,6 @@ class ArrolGate(Gate):
         if scored:
             self._realised.siblings(scored)
         survivors = sum(r.fate != Fate.PRUNED for r in group.siblings)
-        labels = [self._right(r) for r in group.siblings]
         self._realised.group([label for label in labels if label is not None], survivors, len(group.siblings))
 
     def _remember(self, evidences: list[Mapping[str, Any]], group: Group) -> None:
@@ -220,9 +220,6 @@ class ArrolGate(Gate):
         if scored:
             hidden_NH = np.array([evidence["hidden"] for evidence in scored])
             self.head.remember(hidden_NH, np.array([evidence["logp"] for evidence in scored]))
-
-    def _right(self, rollout: Rollout) -> bool | None:
-        return self._context.judge.success.right(rollout)
 
     def end_step(self) -> None:
         """End an optimizer step: learn, and fix the rule of the next step."""

@@ -59,7 +59,9 @@ class ArrolRule:
         input_N = np.array([_mean(v.raw_logp) for v in views])
         raw_N = self.head.scores(np.array([v.hidden for v in views]), input_N)
         finite_N = np.isfinite(raw_N)
-        rank_N = self._rank(raw_N)
+        rank_N: np.ndarray = np.full(len(raw_N), 0.5)
+        if len(self.scale_M):
+            rank_N = np.searchsorted(self.scale_M, raw_N) / len(self.scale_M)
         draws = {} if self.cold else self._draws(views)
         columns = (column.tolist() for column in (finite_N, rank_N, logp_N, input_N))
         verdicts = []
@@ -69,10 +71,6 @@ class ArrolRule:
             else:
                 verdicts.append(Verdict(True, "its score is not finite"))
         return verdicts
-
-    def _rank(self, raw_N: np.ndarray) -> np.ndarray:
-        """Return float64 [N] in [0, 1], or NaN."""
-        return np.searchsorted(self.scale_M, raw_N) / len(self.scale_M) if len(self.scale_M) else raw_N * 0 + 0.5
 
     def _verdict(
         self,
@@ -91,18 +89,15 @@ class ArrolRule:
         evidence |= {"hidden": view.hidden, "logp": model_logp}
         if self.cold:
             return Verdict(True, evidence=evidence)
-        survival = self._survival(number, novelty)
+        survival = min(max(self.factor * novelty, self.p_min), 1.0)
+        if len(self.survival_B):
+            survival = float(self.survival_B[number])
         draws_G, enough = draws[view.visit.number]
         evidence["chance"] = chance = survival + forced_beyond(survival, len(draws_G), self.least)
         if draws_G[view.sibling] < survival or draws_G[view.sibling] <= enough:
             return Verdict(True, probability=chance, evidence=evidence)
         reason = f"pruned at token {n}: predicted success {q:.2f}, survival {survival:.2f}"
         return Verdict(False, reason, 1 - chance, evidence=evidence)
-
-    def _survival(self, number: int, novelty: float) -> float:
-        if not len(self.survival_B):
-            return min(max(self.factor * novelty, self.p_min), 1.0)
-        return float(self.survival_B[number])
 
     def _draws(self, views: Sequence[GroupView]) -> dict[int, tuple[list[float], float]]:
         """Return draws by visit: one per sibling, and the highest of those that survive at any chance."""
