@@ -151,7 +151,7 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
                 "num_generations": w.num_generations,
                 "max_completion_length": w.max_completion_length,
                 "learning_rate": w.learning_rate,
-                "selector": {"name": "uniform", "shuffle": False},
+                "selector": "ordered",
                 "filter": {"name": "zero_variance", "refill": False},
                 "save_steps": 10_000,
                 "log_completions": 0,

@@ -92,7 +92,7 @@ def test_unknown_right_answers_are_told_before_anything_is_rolled_out(
     rewards = "reward_funcs=[tests.parity:parity_reward, tests.parity:parity_reward]"
     result = CliRunner().invoke(app, ["vote", str(tiny_model), "env=countdown", *AMOUNT, rewards])
     assert result.exit_code == 1
-    assert "success: nothing tells right answers from others" in " ".join(result.output.split())
+    assert "success: this command counts right answers" in " ".join(result.output.split())
 
 
 def test_the_head_votes(tiny_config: dict[str, Any]) -> None:

@@ -149,7 +149,7 @@ def test_a_profile_of_pass_rates_needs_the_answer(tiny_config: dict[str, Any], t
     (tmp_path / "r.py").write_text(FILES)
     functions = [f"{tmp_path / 'r.py'}:style", f"{tmp_path / 'r.py'}:correct"]
     values = tiny_config | {"reward_funcs": functions}
-    with pytest.raises(Exception, match="success: nothing tells right answers from others"):
+    with pytest.raises(Exception, match="success: this command counts right answers"):
         profile_model(tiny_config["model"], values, prompts=2, n=2, output=tmp_path / "a.jsonl")
     for name, dead in (("style", 0), ("correct", 2)):
         wanted = {"success": {"function": name}}

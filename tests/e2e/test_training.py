@@ -59,7 +59,7 @@ RESUMES: dict[str, dict[str, Any]] = {
     "dapo": {
         "filter": {"name": "zero_variance"},
         "advantage": "rloo",
-        "selector": {"name": "uniform", "shuffle": False},
+        "selector": "ordered",
     },
     "lora": {"lora": {"r": 2, "dropout": 0.1}, "beta": 0.1},
     "kl": {"beta": 0.05, "num_iterations": 2, "correction": "truncate", "entropy_coef": 0.01},

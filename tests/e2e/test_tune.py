@@ -77,7 +77,7 @@ def test_unknown_right_answers_are_told_before_costs_are_measured(file: Path) ->
     done = winnow("tune", file, rewards, "--minutes", "0.01", "-o", file.with_name("tuned.yaml"))
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
-    assert "fit 1: success: nothing tells right answers from others" in said
+    assert "fit 1: success: this command counts right answers" in said
     assert "fit 2" not in said
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from winnow.base.weights import Weights, state_of
 from winnow.config import validate
 from winnow.engine import ModelReference
 from winnow.engine.local.engine import LocalEngine
-from winnow.record.watchdogs import GAP, Watchdogs, first_figures
+from winnow.record.watchdogs import GAP, Watchdogs
 from winnow.rollout.evaluate import Evaluation
 from winnow.run.session import Session
 from winnow.tasks.prompt_example import PromptExample
@@ -225,13 +224,14 @@ def test_the_console_is_told_once(tiny_config: dict[str, Any]) -> None:
     assert "the effective sample size was under 30% of the rollouts" in said[0]
 
 
-def test_the_first_difference_is_found_again(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    lines = [b'{"step": 0}', b"\xff", json.dumps({"step": 1, GAP: 0.25}).encode(), json.dumps({GAP: 9}).encode()]
-    file.write_bytes(b"\n".join(lines))
-    assert first_figures(file) == {GAP: 0.25}
-    file.write_bytes(b"")
-    assert first_figures(file) == {}
+def test_the_first_difference_of_a_resumed_run_is_that_of_its_first_step(tiny_config: dict[str, Any]) -> None:
+    dogs = Watchdogs(validate(tiny_config | {"eval_steps": None}))
+    assert dogs.probed(9.0) is None
+    for row in ({"step": 0.0}, {"step": 1.0, GAP: 0.25}, {"step": 2.0, GAP: 9.0}):
+        dogs.recall(row)
+    message = dogs.probed(1.5)
+    assert message is not None
+    assert "1.5 nats on average, 0.25 at the first step" in message
 
 
 def test_reward_functions_that_are_never_asked() -> None:

@@ -130,7 +130,7 @@ def test_bounds_come_from_num_generations_unless_given() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base": 1}, "base must be >= 2"),
+        ({"base": 1}, r"base: .*greater than or equal to 2 "),
         ({"tau": 1.5}, r"tau: .*less than 1 "),
         ({"tau": 1.0}, r"tau: .*less than 1 "),
         ({"tau_down": 0.0}, "tau_down must lie"),

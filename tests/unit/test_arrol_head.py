@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from winnow.base.array_json import pack
 from winnow.methods.gate.arrol.gate import Arrol
-from winnow.methods.gate.arrol.head import FILE, Example, HeadWeights, QualityHead
+from winnow.methods.gate.arrol.head import FILE, HeadWeights, QualityHead
 from winnow.methods.gate.arrol.stats import Realised
 from winnow.methods.posterior import auroc
 
@@ -24,7 +24,7 @@ from ..builders.arrol import H, built, play
 def test_a_head_that_diverges_is_thrown_away() -> None:
     head = QualityHead(0)
     for i in range(50):
-        head.observe(Example(np.ones(H, np.float32), -0.5, i % 2 == 0, 1.0))
+        head.observe(np.ones(H, np.float32), -0.5, i % 2 == 0, 1.0)
     head.fit()
     assert head._net is not None
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_the_head_learns_what_the_hidden_state_and_the_logp_tell() -> None:
             if step >= 40:
                 scores.append(head.weights.score(hidden, logp))
                 labels.append(label)
-            head.observe(Example(hidden, logp, label, 1.0))
+            head.observe(hidden, logp, label, 1.0)
         head.fit()
     assert auroc(np.array(scores), np.array(labels), np.ones(len(labels))) > 0.8
 
@@ -87,9 +87,9 @@ def test_a_damaged_head_is_refused(tmp_path: Path, changes: dict[str, torch.Tens
 
 def test_huge_hidden_states_teach_nothing_and_reset_nothing() -> None:
     head = QualityHead(0)
-    head.observe(Example(np.full(H, 1e38, np.float32), -0.5, True, 1.0))
+    head.observe(np.full(H, 1e38, np.float32), -0.5, True, 1.0)
     for i in range(50):
-        head.observe(Example(np.full(H, i, np.float32), -0.5, i % 2 == 0, 1.0))
+        head.observe(np.full(H, i, np.float32), -0.5, i % 2 == 0, 1.0)
     head.fit()
     assert head.resets == 0
 
@@ -101,7 +101,7 @@ def test_scores_do_not_depend_on_what_else_is_scored(size: int) -> None:
     hidden[5] = 1e38
     logp = -rng.random(70)
     for i in range(70):
-        head.observe(Example(hidden[i], float(logp[i]), i % 3 == 0, 1.0))
+        head.observe(hidden[i], float(logp[i]), i % 3 == 0, 1.0)
     head.fit()
     alone = [head.weights.score(hidden[i].copy(), float(logp[i])) for i in range(70)]
     assert np.isnan(alone[5])
@@ -159,7 +159,7 @@ def test_a_state_whose_shapes_do_not_fit_is_refused(change: Any, said: str) -> N
     """The fused AdamW does not look at them, and would write beyond the end."""
     rng, head = np.random.default_rng(0), QualityHead(0)
     for i in range(20):
-        head.observe(Example(rng.normal(size=H).astype(np.float32), -0.5, i % 2 == 0, 1.0))
+        head.observe(rng.normal(size=H).astype(np.float32), -0.5, i % 2 == 0, 1.0)
     head.fit()
     state = json.loads(json.dumps(head.state_dict()))
     QualityHead(0).load_state_dict(state)

@@ -12,7 +12,7 @@ from winnow.learner.batch import PASS_TOKENS, PassLimits, collate, micro_batches
 from winnow.learner.rows import Row, rows_of, token_weights, with_gradient
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
-from winnow.methods.group_kind import GroupJudge, is_zero_variance
+from winnow.methods.group_kind import GroupJudge, are_equal
 from winnow.methods.loss import LossConfig
 from winnow.sampler.buffer import Buffer, oldest_version
 from winnow.types import GroupKind
@@ -117,7 +117,7 @@ class TestPacked:
 def test_zero_variance_equals_the_definition(rewards: list[float]) -> None:
     there = [r for r in rewards if r == r]
     expected = all(abs(a - b) <= 1e-8 for a in there for b in there)
-    assert is_zero_variance(np.array(rewards)) == expected
+    assert are_equal(there, 1e-8) == expected
     kind = GroupJudge().of_rewards(there)
     assert (kind is GroupKind.NOT_JUDGED) == (len(there) < 2)
     assert kind.zero_variance == (expected and len(there) >= 2)

@@ -80,5 +80,6 @@ def test_a_fall_of_the_entropy(values: list[float | None], easy: float, step: in
 
 
 def test_a_resumed_run_is_compared_with_its_first_step() -> None:
-    watchdogs = Watchdogs(validate({"model": "m", "env": "countdown"}), {ENTROPY: 2.0})
+    watchdogs = Watchdogs(validate({"model": "m", "env": "countdown"}))
+    watchdogs.recall({ENTROPY: 2.0})
     assert sum(len([*watchdogs.observe(row)]) for row in rows_of(ENTROPY, [0.1] * 9)) == 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from winnow.base.noise import as_tensor, noise_key, uniform
+from winnow.base.noise import noise_key, uniform_array
 from winnow.engine import Finished, LocalEngine
 from winnow.engine.local import engine as local_module
 
@@ -54,7 +54,7 @@ def test_token_j_is_drawn_with_the_number_of_its_key_and_j() -> None:
     request = one(max_tokens=12, key=noise_key(5, 1))
     event = run(make_engine(model), [request])["x"]
     cdf = plain_logits(model, request.prompt_ids, event.token_ids).softmax(-1).cumsum(-1)
-    numbers = uniform(as_tensor([request.key]).expand(12), torch.arange(12)).double()
+    numbers = torch.from_numpy(uniform_array(request.key, np.arange(12))).double()
     assert event.token_ids.tolist() == (cdf <= numbers[:, None]).sum(-1).tolist()
 
 

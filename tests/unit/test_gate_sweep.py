@@ -281,8 +281,8 @@ def test_each_type_has_its_best_gate(tmp_path: Path) -> None:
     assert isinstance(options, Divergence)
     for kind in "abcdz":
         own = parts.get(kind, parts[None]).chosen
-        assert options.plan(kind) == ({} if own is None else {own.k: own.threshold})
-        assert own is None or options.signal_of(kind) == own.signal
+        assert options.of_type(kind).steps == ({} if own is None else {own.k: own.threshold})
+        assert own is None or options.of_type(kind).signal == own.signal
 
 
 def test_a_type_is_cut_where_no_gate_for_all_would_do(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_type_is_cut_where_no_gate_for_all_would_do(tmp_path: Path) -> None:
     [spec] = yaml.safe_load(config_section(parts, 0.8))["gates"]
     options = method(GATES, spec, "gates")
     assert isinstance(options, Divergence)
-    assert [options.plan(kind).get(10, 0.0) > 0.2 for kind in "abz"] == [True, False, False]
+    assert [options.of_type(kind).steps.get(10, 0.0) > 0.2 for kind in "abz"] == [True, False, False]
 
 
 def test_a_run_directory_is_a_table(tmp_path: Path) -> None:

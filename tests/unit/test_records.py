@@ -41,6 +41,16 @@ def test_a_fresh_run_starts_with_empty_files(tmp_path: Path, config: RunConfig) 
     assert (tmp_path / METRICS).read_text() == ""
 
 
+def test_a_file_that_is_too_short_opens_no_tracker(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would close it: in MLflow and W&B the run would go on."""
+    monkeypatch.setattr("winnow.record.records.Trackers", lambda *args: pytest.fail("a tracker was opened"))
+    (tmp_path / SAMPLES).write_text("{}\n")
+    with pytest.raises(RunDirectoryError, match="has 3 bytes, the checkpoint was saved with 9; restore the file"):
+        Records(tmp_path, config, {METRICS: 0, SAMPLES: 9}, step=1)
+
+
 def test_metrics_must_be_finite(tmp_path: Path, config: RunConfig) -> None:
     records = Records(tmp_path, config)
     with pytest.raises(FloatingPointError, match="reward, loss"):

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..base.noise import as_tensor
 from .base import Finished, Reached, Request
 
 TOKEN, POSITION, COUNT, KEY, TOP_K, ALARM, STOP_SET = range(7)
@@ -88,7 +87,7 @@ class SlotTable:
             ],
             dtype=np.int64,
         ).T
-        self.ints[KEY, rows] = as_tensor([r.key for r in requests]).numpy()
+        self.ints[KEY, rows] = np.array([r.key for r in requests], np.uint64).view(np.int64)
         self.floats[:, rows] = np.array(
             [
                 (1, 1, 0) if g else (1 / p.temperature, p.top_p, p.min_p)

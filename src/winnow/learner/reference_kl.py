@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from ..methods.advantage import Advantage
-from ..methods.group_kind import is_zero_variance
+from ..methods.group_kind import are_equal
 from ..types import Group, Rollout
 from .base import Learner
 from .off_policy import from_sampler
@@ -52,10 +51,11 @@ def penalised(
     rewarded = [r for group in groups for r in group.rollouts if r.reward is not None]
     kl = _log_ratios(rewarded, learner)
     penalties = {id(r): beta * d for r, d in zip(rewarded, kl, strict=True)}
-    batch_N = np.concatenate([np.zeros(0), *(group.rewards() for group in groups)])
+    everyone = [reward for group in groups for reward in group.known_rewards()]
     reduced = []
     for group in groups:
-        exempt = advantage.scaled and is_zero_variance(group.rewards() if advantage.group_relative else batch_N)
+        compared = group.known_rewards() if advantage.group_relative else everyone
+        exempt = advantage.scaled and are_equal(compared, 1e-8)
         reduced.append(group if exempt else replace(group, rollouts=[_reduced(r, penalties) for r in group.rollouts]))
     tokens = sum(int(r.action_mask.sum()) for r in rewarded)
     return reduced, {"kl": sum(kl) / max(tokens, 1), "kl_penalty": beta * sum(kl) / max(len(kl), 1)}

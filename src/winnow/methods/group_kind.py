@@ -24,17 +24,8 @@ def share_seen(group: Group) -> float:
     return sum(r.reward is not None for r in siblings) / len(siblings)
 
 
-def is_zero_variance(rewards_G: np.ndarray, atol: float = 1e-8) -> bool:
-    """Whether all present rewards lie within `atol` of each other (largest minus smallest <= atol).
-
-    float [G]; NaN members are absent. Tested on the rewards that the advantage uses, so with a format bonus a mix of
-    0 and 0.1 is not zero-variance. No member present counts as zero-variance.
-    """
-    return are_equal(rewards_G[~np.isnan(rewards_G)].tolist(), atol)
-
-
 def are_equal(rewards: Sequence[float], atol: float) -> bool:
-    """Whether the rewards lie within `atol` of each other."""
+    """Whether the rewards lie within `atol` of each other (largest minus smallest); also without any."""
     return not rewards or max(rewards) - min(rewards) <= atol
 
 
@@ -61,7 +52,9 @@ class GroupJudge:
     def _kind(self, group: Group) -> GroupKind:
         if not group.verdict.keep:
             return group.verdict.counts_as
-        kind = self.by_rewards(group)
+        kinds = [self.of_rewards(of_one.known_rewards()) for of_one in by_agent([group])]
+        best = (GroupKind.SIGNAL, GroupKind.UNKNOWN)
+        kind = next((kind for kind in best if kind in kinds), GroupKind.NOT_JUDGED)  # by rewards, of the best agent
         if kind.zero_variance:
             return self._level(group, all)
         advantage = self.advantage
@@ -71,12 +64,6 @@ class GroupJudge:
         if any((np.abs(advantages_G) > 0).any() for advantages_G in advantages):  # NaN, an absent member, is not
             return kind
         return self._level(group, any)
-
-    def by_rewards(self, group: Group) -> GroupKind:
-        """Return the kind of a group by rewards alone, as in `of_rewards`; of several agents, that of the best."""
-        kinds = [self.of_rewards(of_one.known_rewards()) for of_one in by_agent([group])]
-        best = (GroupKind.SIGNAL, GroupKind.UNKNOWN)
-        return next((kind for kind in best if kind in kinds), GroupKind.NOT_JUDGED)
 
     def of_rewards(self, rewards: Sequence[float]) -> GroupKind:
         """Return the kind by the known rewards alone, `UNKNOWN` when they are equal."""

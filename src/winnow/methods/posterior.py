@@ -120,9 +120,6 @@ class Predictions:
         if kind is not GroupKind.NOT_JUDGED:
             self._groups.append((a, b, len(rewards), kind is GroupKind.SIGNAL))
 
-    def clear(self) -> None:
-        self._groups = []
-
     def metrics(self, name: str) -> dict[str, float]:
         """Return the mean chance, the share of mixed groups, the Brier score, and the AUROC where there are both kinds.
 

@@ -46,22 +46,15 @@ class Success:
         if highest > self.at_least + TOLERANCE:
             self.undecided = f"a reward of {highest:g}, above {self.at_least:g}"
 
-    def require(self, what: str) -> None:
-        """Raise ValueError when right answers are unknown; the message begins with `what`."""
+    def require(self, what: str = "success: this command counts right answers") -> None:
+        """Raise ConfigError when right answers are unknown; the message begins with `what`."""
         if self.undecided:
-            raise ValueError(f"{what}, but success is {self}")
+            raise ConfigError(f"{what}, but success is {self}")
 
     def __str__(self) -> str:
         if self.undecided:
             return f"undecided ({self.undecided}); {REMEDY}"
         return f"{self.function or 'reward'} >= {self.at_least:g}" + ("" if self.declared else " (the default)")
-
-
-def require_decided(success: Success, rollouts: Iterable[Rollout] = ()) -> None:
-    """Check that right answers are known, maybe after a look at `rollouts`; else raise ConfigError."""
-    success.observe(rollouts)
-    if success.undecided:
-        raise ConfigError(f"success: nothing tells right answers from others: {success}")
 
 
 def default_success(functions: Sequence[str], weights: Sequence[float] | None) -> Success:

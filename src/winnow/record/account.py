@@ -4,28 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-from ..methods.group_kind import BY_REWARDS, GroupJudge
+from ..methods.group_kind import BY_REWARDS
 from ..types import Fate, Group, Visit
-
-
-class Account(Protocol):
-    """What the loop calls of a ledger; see `Ledger`."""
-
-    judge: GroupJudge
-
-    def visit(self, visits: Sequence[Visit], *, step: int, version: int) -> None: ...
-
-    def finish(self, group: Group, *, step: int) -> None: ...
-
-    def step(
-        self, step: int, *, seconds: Mapping[str, float], metrics: Mapping[str, float], version: int | None = None
-    ) -> None: ...
-
-    def evaluation(self, step: int, rollouts: int, tokens: int, seconds: float) -> None: ...
-
-    def failures(self) -> list[tuple[str, str, int]]: ...
+from .ledger import Ledger
 
 
 class Counts:
@@ -57,3 +39,6 @@ class Counts:
 
     def failures(self) -> list[tuple[str, str, int]]:
         return []
+
+
+Account = Ledger | Counts

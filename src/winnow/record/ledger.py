@@ -44,8 +44,7 @@ from .ledger_file import (
     rollout_row,
     visit_row,
 )
-from .proof import FAILURES, PROBE, Proof, group_fate, probed, totals, verify
-from .recurrence import Recurrence, recurrence
+from .proof import BY_GAP, FAILURES, PROBE, Proof, group_fate, probed, totals, verify
 
 _ORDER = {
     "visits": "visit",
@@ -288,10 +287,10 @@ class Ledger:
             ]
         return replace(proof, ok=proof.ok and not problems, problems=[*problems, *proof.problems])
 
-    def recurrence(self) -> list[Recurrence]:
-        """Return how often zero-variance prompts repeat, by epochs between; see `winnow.record.recurrence`."""
+    def recurrence(self) -> list[tuple[int, int, int]]:
+        """Return how often zero-variance prompts repeat, by epochs between; see `winnow.record.proof.BY_GAP`."""
         with self._reading() as db:
-            return recurrence(db)
+            return db.execute(BY_GAP).fetchall()
 
     def _refuse_damage(self) -> None:
         """Raise LedgerError on changed and missing rows; some 7 s for a million rollouts.

@@ -189,22 +189,18 @@ def insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) 
         if "-0.0" in text:  # SQLite would store -0.0 as 0.0
             row = tuple(value + 0.0 if isinstance(value, float) else value for value in row)
             text = repr(row)
-        stored.append((*row, _checksum(text)))
+        stored.append((*row, checksum(text)))
     whole = len(stored) - len(stored) % AT_ONCE
     for first in range(0, whole, AT_ONCE):
         db.execute(_insert(table, AT_ONCE), list(chain.from_iterable(stored[first : first + AT_ONCE])))
     db.executemany(_insert(table, 1), stored[whole:])
 
 
-def checksum(row: tuple[Any, ...]) -> int:
-    """Return 64 bits over the contents of a row, without its number and `void`.
+def checksum(row: str) -> int:
+    """Return 64 bits over the text of a row, without its number and `void`.
 
     Protects against damage, not forgery: anyone who can write the file can write its checksums.
     """
-    return _checksum(repr(row))
-
-
-def _checksum(row: str) -> int:
     return int.from_bytes(hashlib.blake2b(row.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -217,7 +213,7 @@ def damaged_rows(db: sqlite3.Connection, table: str) -> Iterator[str]:
             yield f"{table} has {rows} rows, the last of them is number {last}"
     key = number or "key"
     query = f"SELECT {key}, checksum, {COLUMNS[table]} FROM {table} ORDER BY {key}"
-    wrong = [row[0] for row in db.execute(query) if checksum(row[2:]) != row[1]]
+    wrong = [row[0] for row in db.execute(query) if checksum(repr(row[2:])) != row[1]]
     problems = [f"{table}, {key} {name}: not what was written (its checksum differs)" for name in wrong]
     yield from first_few(problems, f"rows of {table}")
 

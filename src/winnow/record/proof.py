@@ -16,7 +16,7 @@ from ..base.sanitize import visible
 from ..types import Fate
 from .costs import costs_of, seconds_table, tokens_table
 from .ledger_file import first_few
-from .rule_audits import RuleAudits, audited_rules, rules_table
+from .rule_audits import RuleAudits, rules_of, rules_table
 
 FATES = tuple(fate.value for fate in Fate)
 COLUMNS = ("visits", "rollouts", "prompt_tokens", "tokens", "seconds")
@@ -32,6 +32,23 @@ OF_STEPS = """SELECT CAST(SUM(json_extract(metrics, '$."tokens/' || ? || '"')) A
 """Tokens that steps counted under a name that is no fate."""
 PROBE = "probe"
 """Rollouts that compare engine and learner: a row of the totals, and a key of the meta table."""
+LONGEST_GAP = 10
+"""Gaps of this many epochs or more are counted together."""
+BY_GAP = f"""
+    SELECT MIN(epoch - previous_epoch, {LONGEST_GAP}), COUNT(*), SUM(kind <> 'none') FROM (
+      SELECT v.epoch, LAG(v.epoch) OVER prompt AS previous_epoch,
+             o.zero_variance AS kind, LAG(o.zero_variance) OVER prompt AS previous_kind
+      FROM visits v JOIN outcomes o ON o.visit = v.visit AND o.void = 0
+      WHERE v.void = 0 AND o.fate <> 'cut' AND o.zero_variance IN ('none', 'easy', 'hard', 'unknown')
+      WINDOW prompt AS (PARTITION BY v.ordinal ORDER BY v.visit))
+    WHERE previous_kind <> 'none' GROUP BY 1 ORDER BY 1"""
+"""Epochs since a visit with zero variance, visits with that gap, and how many of them have zero variance again.
+
+GRESO's assumption (Zheng et al. 2025, section 3.3, figure 4a). The paper asks for zero variance in any earlier epoch.
+Here successive visits are compared, because a selector does not visit every prompt in every epoch; one that skips by
+history visits the most stubborn prompts least often, so long gaps hold more of them. A group that a gate cut is no
+evidence.
+"""
 _FURTHEST = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS, Fate.FILTERED, Fate.CUT, Fate.PRUNED, Fate.FAILED)
 
 
@@ -131,6 +148,7 @@ def verify(db: sqlite3.Connection) -> Proof:
         problems += first_few([message.format(*row) for row in db.execute(query, facts)], "like it")
     problems += _voids(db)
     metrics = db.execute("SELECT metrics FROM steps WHERE void = 0 ORDER BY step")
+    last = db.execute("SELECT metrics FROM steps WHERE void = 0 ORDER BY step DESC LIMIT 1").fetchone()
     count = lambda query: int(db.execute(query).fetchone()[0])  # noqa: E731
     return Proof(
         ok=not problems,
@@ -142,7 +160,7 @@ def verify(db: sqlite3.Connection) -> Proof:
         in_flight=count("SELECT COUNT(*) FROM visit_fates WHERE fate IS NULL"),
         restarts=count("SELECT COUNT(*) FROM restarts"),
         finished=finished,
-        rules=audited_rules(db),
+        rules={} if last is None else rules_of(from_json(last[0])),
         costs=costs_of(from_json(row[0]) for row in metrics),
     )
 

@@ -123,18 +123,19 @@ class Records:
         self.failed = True
         """Whether the run is closed by an error, as trackers report; the session sets it."""
         self._tokenizer = tokenizer
-        self._trackers = Trackers(run_dir, config, step)
         self._files: dict[str, IO[bytes]] = {}
-        for name in (METRICS, SAMPLES, GATE) if self._gate_steps else (METRICS, SAMPLES):
-            file = private_file(run_dir / name).open("ab")
-            size, wanted = file.tell(), (offsets or {}).get(name, 0)
-            if size < wanted:
-                file.close()
-                raise RunDirectoryError(
-                    f"{run_dir / name}: has {size} bytes, the checkpoint was saved with {wanted}; restore the file"
-                )
-            file.truncate(wanted)
-            self._files[name] = file
+        with ExitStack() as stack:  # closed if this fails
+            for name in (METRICS, SAMPLES, GATE) if self._gate_steps else (METRICS, SAMPLES):
+                file = stack.enter_context(private_file(run_dir / name).open("ab"))
+                size, wanted = file.tell(), (offsets or {}).get(name, 0)
+                if size < wanted:
+                    raise RunDirectoryError(
+                        f"{run_dir / name}: has {size} bytes, the checkpoint was saved with {wanted}; restore the file"
+                    )
+                file.truncate(wanted)
+                self._files[name] = file
+            self._trackers = Trackers(run_dir, config, step)  # last, since nothing here would close them
+            stack.pop_all()
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
         """Append a line to metrics.jsonl and send it to trackers. FloatingPointError on a non-finite value."""

@@ -1,14 +1,12 @@
-"""The table of errors of the run's rules, read from the metrics of its last step in the ledger."""
+"""The table of errors of the run's rules, from the metrics of its last step."""
 
 from __future__ import annotations
 
 import math
-import sqlite3
 from collections.abc import Callable, Mapping
 
 from rich.table import Table
 
-from ..base.files import from_json
 from ..base.sanitize import visible
 
 RuleAudits = dict[str, dict[str, float]]
@@ -26,12 +24,6 @@ def rules_of(metrics: Mapping[str, float | None]) -> RuleAudits:
         if key.startswith(PREFIX) and rule and isinstance(value, int | float):
             found.setdefault(rule, {})[figure] = value
     return dict(sorted(found.items()))
-
-
-def audited_rules(db: sqlite3.Connection) -> RuleAudits:
-    """Return the audits of the whole run, as of its last step; empty without `audit` in the configuration."""
-    row = db.execute("SELECT metrics FROM steps WHERE void = 0 ORDER BY step DESC LIMIT 1").fetchone()
-    return {} if row is None else rules_of(from_json(row[0]))
 
 
 def rows(rules: RuleAudits) -> list[list[str]]:

@@ -132,15 +132,13 @@ def _segments(r: Rollout, tokenizer: Any) -> dict[str, Any]:
         if earlier:
             shared, like = max((common_prefix(prompt_N, ids), n) for n, ids in enumerate(earlier))
             new = "" if tokenizer is None else decode(tokenizer, [prompt_N[shared:]])[0]
+            if len(new) > SEGMENT_TEXT:
+                new = new[:SEGMENT_TEXT] + "…"
             char = next((at for at, turn in places if turn.start >= segment.start), len(r.text))
             counts = {"prompt_tokens": len(prompt_N), "shared": shared, "like": like}
-            later.append({"agent": segment.agent, "char": char, **counts, "new": _beginning(new)})
+            later.append({"agent": segment.agent, "char": char, **counts, "new": new})
         earlier.append(np.concatenate([prompt_N, part.token_ids]))
     return {"segments": len(r.segments), "agent": r.agent, "later": later}
-
-
-def _beginning(text: str) -> str:
-    return text if len(text) <= SEGMENT_TEXT else text[:SEGMENT_TEXT] + "…"
 
 
 def _decisions(about_group: Sequence[Decision], r: Rollout, tokenizer: Any) -> list[dict[str, Any]]:

@@ -9,10 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
 
-from ..base.files import from_json
 from ..config import RunConfig
 from ..methods.success import PUNISHMENT
 from ..types import Group, Rollout
@@ -38,15 +35,13 @@ MISSED = 0.3
 class Watchdogs:
     """Checks every step's metrics, and probes of engine and learner.
 
-    `first`: figures of the first step of a resumed run, as `first_figures` returns them. `functions`: names of the
-    reward functions; `in_threads`: those that run in a thread of this process. `opening`: a tag such as `<think>` that
-    prompts end in.
+    `functions`: names of the reward functions; `in_threads`: those that run in a thread of this process. `opening`: a
+    tag such as `<think>` that prompts end in.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        first: Metrics = MappingProxyType({}),
         functions: Collection[str] = (),
         in_threads: Collection[str] = (),
         opening: str = "",
@@ -55,7 +50,8 @@ class Watchdogs:
         self._functions = functions
         self._in_threads = in_threads
         self._opening = opening
-        self._first_gap, self._first_entropy = first.get(GAP), first.get(ENTROPY)
+        self._first: dict[str, float] = {}
+        """Gap of engine and learner and entropy at the first steps that had them."""
         self._sampled: deque[Metrics] = deque(maxlen=PATIENCE)
         """The latest steps with samples, to see whether the policy has become deterministic."""
         self._updates: deque[Metrics] = deque(maxlen=PATIENCE)
@@ -74,6 +70,10 @@ class Watchdogs:
             *(self._low_ess, self._low_entropy, self._old_weights, self._no_evaluation, self._no_learning),
             *(self._near_misses, self._not_asked, self._returned_none),
         ]
+
+    def recall(self, row: Metrics) -> None:
+        """Take a row of metrics.jsonl from before a resume, for the figures of the first steps."""
+        self._first = {key: float(row[key]) for key in (GAP, ENTROPY) if key in row} | self._first
 
     def observe(self, row: Metrics, groups: Sequence[Group] = ()) -> Iterator[str]:
         """Yield warnings for a row of metrics.jsonl; each kind once, constant rewards once a function.
@@ -104,16 +104,13 @@ class Watchdogs:
     def _low_entropy(self, row: Metrics) -> str | None:
         if ENTROPY not in row:
             return None
-        if self._first_entropy is None:
-            self._first_entropy = row[ENTROPY]
         self._sampled.append(row)
-        return entropy_message(self._sampled, self._first_entropy)
+        return entropy_message(self._sampled, self._first.setdefault(ENTROPY, row[ENTROPY]))
 
     def _old_weights(self, row: Metrics) -> str | None:
         if GAP not in row or row.get("lag/max", 0) > 0 or self._config.num_iterations > 1:
             return None  # the policy has moved since the tokens were sampled, as it should
-        if self._first_gap is None:
-            self._first_gap = row[GAP]
+        self._first.setdefault(GAP, row[GAP])
         if self._config.lora is not None and self._config.lora.dropout != 0:
             return None  # the gap has the update's dropout in it; `probed` compares without
         message = self._grown(row[GAP])
@@ -122,11 +119,12 @@ class Watchdogs:
         return message
 
     def _grown(self, gap: float) -> str | None:
-        if self._first_gap is None or gap <= max(GROWN * self._first_gap, SMALLEST_GAP):
+        first = self._first.get(GAP)
+        if first is None or gap <= max(GROWN * first, SMALLEST_GAP):
             return None
         return (
             f"the engine does not sample from the learner's weights: the log-probabilities of fresh tokens differ by "
-            f"{gap:.2g} nats on average, {self._first_gap:.2g} at the first step. It may have kept old ones (after a "
+            f"{gap:.2g} nats on average, {first:.2g} at the first step. It may have kept old ones (after a "
             "resume, or in a tied head that is not updated), or adapters are not merged"
         )
 
@@ -237,18 +235,3 @@ class Watchdogs:
             f"held-out rewards average {reward:.2f}, but only {right:.0%} reach 1, which counts as right by default. "
             "If right answers get less (a penalty, partial credit), set `success: {at_least: X}`"
         )
-
-
-def first_figures(metrics: Path) -> dict[str, float]:
-    """Return the gap of engine and learner and the entropy at the first steps that have them."""
-    found: dict[str, float] = {}
-    with metrics.open("rb") as lines:
-        for line in lines:
-            try:
-                row = from_json(line)
-            except ValueError:
-                continue  # its damage is reported elsewhere
-            found = {key: float(row[key]) for key in (GAP, ENTROPY) if key in row} | found
-            if len(found) == 2:
-                break
-    return found

@@ -53,10 +53,11 @@ class ActiveRules:
         """Apply the rules of environment step `k` until one cuts; return that decision, or None."""
         while flight.undecided and flight.undecided[0][0] == k:
             named = self._rules[flight.undecided.pop(0)[1]]
-            (decision,) = named.decide([flight.view(EnvStep(k))])
+            view = GroupView(**flight.shared_view(EnvStep(k)), decisions=tuple(flight.decisions), turn=k)
+            (decision,) = named.decide([view])
             flight.decisions.append(decision)
-            for sibling in flight.gated:
-                sibling.decided(decision)
+            for sibling in flight.gated:  # those that have ended, too
+                sibling.rollout.survival_p *= decision.verdict.probability
             if not decision.verdict.keep:
                 return decision
         return None
@@ -86,7 +87,7 @@ class ActiveRules:
             undecided = [each for each in open_ if name in each[3]]
             decisions = named.decide([view for _, _, view, _ in undecided]) if undecided else []
             for (flight, sibling, _, gates), decision in zip(undecided, decisions, strict=True):
-                sibling.decided(decision)
+                sibling.rollout.survival_p *= decision.verdict.probability
                 sibling.rollout.decisions.append(decision)
                 if not decision.verdict.keep:
                     gates.clear()
@@ -98,27 +99,20 @@ class ActiveRules:
     ) -> list[tuple[Flight, Sibling, GroupView, list[str]]]:
         """Return views of rollouts at a token, each with the gates that have not yet decided about it."""
         views: list[tuple[Flight, Sibling, GroupView, list[str]]] = []
-        groups: dict[tuple[str, int, int], GroupView] = {}
+        groups: dict[tuple[str, int, int], dict[str, Any]] = {}
         tokens = [event.token_ids for *_, event in reached] if "text" in self.needs else []
         texts = decode(self._tokenizer, [ids for ids in tokens if ids is not None]) or [""] * len(reached)
         for (flight, sibling, event), text in zip(reached, texts, strict=True):
             at = (*flight.key, event.n)
             if at not in groups:
-                groups[at] = flight.view(Token(event.n))
-            group = groups[at]
-            view = GroupView(  # `replace` takes three times as long
-                visit=group.visit,
-                at=group.at,
-                actions=group.actions,
-                observations=group.observations,
-                running=group.running,
+                groups[at] = flight.shared_view(Token(event.n))
+            view = GroupView(
+                **groups[at],
                 sibling=sibling.rollout.sibling,
                 hidden=event.hidden,
                 logp=event.logp,
                 logp_before=sibling.sampled_logp(),
                 raw_logp=event.raw_logp,
-                absent=group.absent,
-                progress=group.progress,
                 text=text,
                 decisions=tuple(sibling.rollout.decisions),
                 turn=len(sibling.rollout.turns),

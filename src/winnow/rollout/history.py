@@ -14,7 +14,7 @@ import numpy as np
 
 from ..env.chat import is_begun
 from ..env.prompting import NextMessages, PromptError, encode_observation, encode_prompt, first_messages, with_messages
-from ..types import Message, Prompt, Turn
+from ..types import Message, Prompt
 from .in_flight import Sibling
 
 MOST_TEXTS = 10_000
@@ -88,20 +88,14 @@ def append_or_restart(tokenizer: Any, prompt: Prompt, sibling: Sibling, observat
 def _rendered(tokenizer: Any, prompt: Prompt, sibling: Sibling, observation: str) -> tuple[int, ...]:
     """Return all messages as the chat template shows them, the last turn and the observation included."""
     assert sibling.messages is not None
-    added = observation.messages if isinstance(observation, NextMessages) else _as_user(observation)
-    sibling.messages += [_assistant(sibling.rollout.turns[-1], sibling.begun), *added]
+    turn = sibling.rollout.turns[-1]
+    message = turn.message or {"role": "assistant", "content": turn.action}
+    added: tuple[Message, ...] = ({"role": "user", "content": observation},)
+    if isinstance(observation, NextMessages):
+        added = observation.messages
+    sibling.messages += [{**message, "content": sibling.begun + str(message["content"] or "")}, *added]
     sibling.begun = ""
     return encode_prompt(tokenizer, with_messages(prompt, sibling.messages, prompt.tools))
-
-
-def _as_user(observation: str) -> tuple[Message, ...]:
-    return ({"role": "user", "content": observation},)
-
-
-def _assistant(turn: Turn, begun: str) -> Message:
-    """Return an action as a message of the history."""
-    message = turn.message or {"role": "assistant", "content": turn.action}
-    return {**message, "content": begun + str(message["content"] or "")}
 
 
 def _append(sibling: Sibling, ids: Sequence[int]) -> None:

@@ -23,11 +23,9 @@ from ..methods.agents import agents_of, named
 from ..types import (
     LIMITS,
     Decision,
-    EnvStep,
     Fate,
     GatePoint,
     Group,
-    GroupView,
     Job,
     Message,
     Rollout,
@@ -194,10 +192,6 @@ class Sibling:
                 "one for each agent that is to learn"
             )
         return ended
-
-    def decided(self, decision: Decision) -> None:
-        """Count a gate's decision about this sibling or its group, even if it has already ended."""
-        self.rollout.survival_p *= decision.verdict.probability
 
     def fail(self, reason: str) -> None:
         self.finish("failed", fate=Fate.FAILED, reason=redact(reason))
@@ -369,18 +363,16 @@ class Flight:
         zero_unrewarded_truncated(rollouts)
         return Group(self.visit, rollouts, self.decisions, self.job.purpose)
 
-    def view(self, at: GatePoint) -> GroupView:
-        """Return the view of the group for a rule."""
+    def shared_view(self, at: GatePoint) -> dict[str, Any]:
+        """Return the fields of a `GroupView` that are the same for all siblings."""
         gated = self.gated
         steps = [[t for t in s.rollout.turns if t.taken] for s in gated]
-        return GroupView(
-            visit=self.visit,
-            at=at,
-            actions=tuple(tuple(t.compared for t in own) for own in steps),
-            observations=tuple(tuple(t.observation or "" for t in own) for own in steps),
-            running=tuple(s.running for s in gated),
-            absent=tuple(s.rollout.fate in (Fate.FAILED, Fate.PRUNED) for s in gated),
-            progress=tuple(s.progress for s in gated),
-            decisions=tuple(self.decisions),
-            turn=at.k if isinstance(at, EnvStep) else 0,
-        )
+        return {
+            "visit": self.visit,
+            "at": at,
+            "actions": tuple(tuple(t.compared for t in own) for own in steps),
+            "observations": tuple(tuple(t.observation or "" for t in own) for own in steps),
+            "running": tuple(s.running for s in gated),
+            "absent": tuple(s.rollout.fate in (Fate.FAILED, Fate.PRUNED) for s in gated),
+            "progress": tuple(s.progress for s in gated),
+        }

@@ -25,10 +25,10 @@ from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop
 from ..record.ledger import Ledger
 from ..record.progress import Display
-from ..record.records import CHARTS, CONFIG, LEDGER, METRICS, PROMPT, START, Records, fingerprints_of, read_metrics
+from ..record.records import CHARTS, CONFIG, LEDGER, PROMPT, START, Records, fingerprints_of, read_metrics
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError
 from ..record.user_code import changes, code_of
-from ..record.watchdogs import Watchdogs, first_figures
+from ..record.watchdogs import Watchdogs
 from ..reuse import Reuse
 from ..rollout.evaluate import Evaluation, require_judged
 from ..rollout.profile import Profiler
@@ -92,9 +92,8 @@ class Session:
             turns = parts.task.max_turns
             self._records = Records(self.run_dir, c, offsets, step=step, max_turns=turns, tokenizer=parts.tokenizer)
             stack.callback(self._records.close)
-            rewarder = parts.rewarder
-            first, opening = first_figures(self.run_dir / METRICS), example.opening if example else ""
-            self._watchdogs = Watchdogs(c, first, rewarder.names, rewarder.in_threads, opening)
+            rewarder, opening = parts.rewarder, example.opening if example else ""
+            self._watchdogs = Watchdogs(c, rewarder.names, rewarder.in_threads, opening)
             self.loop = self._loop()
             self._clock = self.loop.collector.clock
             self._clock.started_at(self._begun_at, float(state["seconds_total"]) if state else 0.0)
@@ -196,6 +195,7 @@ class Session:
                 if rollout.reward is not None:  # without one it is not trained, and may be too long
                     self.parts.learner.sizes.require_fit(rollout)
         for row in read_metrics(self.run_dir):
+            self._watchdogs.recall(row)
             self._at(int(row["step"]))
             self._callbacks.state.log(row)
             self._callbacks.state.evaluated(row, self.config)

@@ -13,7 +13,6 @@ import numpy as np
 from ..base.errors import ConfigError, ExpectedError
 from ..config import HUB, RunConfig, validate
 from ..learner.off_policy import log_ratios
-from ..methods.success import require_decided
 from ..run.trainer import Trainer
 from ..sampler.drafts import Drafts
 from ..types import Visit
@@ -112,7 +111,7 @@ def _train(run: BriefRun, trainer: Trainer, recorder: Recorder, limits: Limits) 
     run.slots = getattr(getattr(trainer.engine, "options", None), "slots", run.slots)
     success, spent = trainer.methods.judge.success, 0.0
     if limits.measures:
-        require_decided(success)  # predictions need pass rates
+        success.require()  # predictions need pass rates
     evaluate = bool(trainer.task.test) and not limits.measures and not success.undecided
     while True:
         if evaluate and spent >= limits.seconds * len(run.passed) / EVALUATIONS:

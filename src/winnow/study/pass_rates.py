@@ -31,7 +31,7 @@ from ..env.prompting import tokenizer_digest
 from ..env.rewards.rewarder import Rewarder
 from ..learner import Policy
 from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, summary
-from ..methods.success import Success, require_decided
+from ..methods.success import Success
 from ..rollout.evaluate import RollOut, RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
 from ..run.build_methods import build_success, differences, meta_path, profile_settings
@@ -67,7 +67,7 @@ def profile_model(
         policy, roll_out, rewarder = stack.enter_context(opened(config, task, saved))
         check_rewards(task, wanted[0], rewarder)
         success = build_success(config, task, rewarder.aliases, config.reward_weights)
-        require_decided(success)
+        success.require()
         key = profile_key(config, task, policy, rewarder, success, n)
         path = output or default_path(task.name, key)
         with ProfileFile(path, key, {"model": name, "task": task.name}) as file:
@@ -208,7 +208,7 @@ def _fill(
             profiler = Profiler(roll_out)
             try:
                 rates = list(profiler.run(todo, n=n, success=success))
-                require_decided(success)
+                success.require()
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(
                     f"{len(file.rates)} of {len(prompts)} prompts are in {file.path}; the same command goes on"

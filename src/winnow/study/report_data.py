@@ -21,10 +21,9 @@ from ..base.files import bytes_of, from_json
 from ..base.sanitize import plain, redact, visible
 from ..methods.base import Chart
 from ..methods.pass_rates import BINS, histogram, read_profile, summary
-from ..record import recurrence
 from ..record.collapse import off_policy_marks
 from ..record.ledger import Ledger, LedgerError
-from ..record.proof import verdict
+from ..record.proof import LONGEST_GAP, verdict
 from ..record.records import CHARTS, CONFIG, MOST_CONFIG, PROMPT, START, WARNINGS
 from ..record.rule_audits import HEAD, rows
 from ..run.checkpoint import CheckpointError, marks
@@ -262,7 +261,11 @@ def _read_ledger(path: Path, run: Run) -> None:
     if result.rules:
         run.proof["rules"] = {"head": HEAD, "rows": [[visible(cell) for cell in row] for row in rows(result.rules)]}
     if again:
-        run.proof["again"] = {"head": recurrence.HEAD, "rows": recurrence.rows(again)}
+        cells = [
+            [f"{gap}{' and more' if gap == LONGEST_GAP else ''}", f"{visits:,}", f"{zero / visits:.1%}"]
+            for gap, visits, zero in again
+        ]
+        run.proof["again"] = {"head": ["epochs between", "visits", "zero-variance again"], "rows": cells}
     run.totals = result.totals
     untrained = ("in_flight", "evaluation", "probe")
     run.tokens = {name: row["tokens"] for name, row in result.totals.items() if name not in untrained}

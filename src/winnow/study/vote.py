@@ -16,7 +16,7 @@ from ..env.rewards.pooled import completion_text
 from ..env.rewards.scores import completion_of
 from ..methods.gate.arrol.head import FILE, HeadWeights, mean_logp
 from ..methods.intervals import mean_interval, score_interval
-from ..methods.success import Success, require_decided
+from ..methods.success import Success
 from ..rollout.evaluate import rank_weights, summarize, weighted_vote
 from ..run.build_methods import build_success
 from ..run.checkpoint import STATE
@@ -62,12 +62,13 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
         with opened(c, task, saved, report) as (policy, roll_out, rewarder):
             check_rewards(task, prompts[0], rewarder)
             success = build_success(c, task, rewarder.aliases, c.reward_weights)
-            require_decided(success)
+            success.require()
             if head is not None:
                 _check_size(head, policy.model.config, shown)
             n = c.eval_generations
             groups = roll_out([Job(Visit(i, 0, prompt), n, "eval") for i, prompt in enumerate(prompts)])
-    require_decided(success, (r for group in groups for r in group.rollouts))
+    success.observe(r for group in groups for r in group.rollouts)
+    success.require()
     won: dict[str, list[float]] = {name: [] for name in kinds}
     given: list[bool] = []
     for group in groups:

@@ -67,36 +67,31 @@ class Divergence:
     """Column of the prompts that holds the type."""
 
     def __post_init__(self) -> None:
-        for signal in (self.signal, *map(self.signal_of, self.per_task_type)):
-            if signal not in SIGNALS:
-                raise ValueError(f"signal: there is no {signal!r}.{suggestion(signal, list(SIGNALS))}")
         if self.steps and (self.k, self.threshold) != (Divergence.k, Divergence.threshold):
             raise ValueError("k and threshold have no effect with steps; remove them, or steps")
         if not self.per_task_type:
             refuse_unused(self, ["task_type"], "without per_task_type; remove it")
         if self.steps and any(own and isinstance(own, (int, float)) for own in self.per_task_type.values()):
             raise ValueError("per_task_type: with steps, a type needs steps of its own, e.g. {heat: {10: 0.1}}, or 0")
-        for plan in (self.plan(), *map(self.plan, self.per_task_type)):
-            for k, threshold in plan.items():
+        for gate in (self.of_type(), *map(self.of_type, self.per_task_type)):
+            if gate.signal not in SIGNALS:
+                raise ValueError(f"signal: there is no {gate.signal!r}.{suggestion(gate.signal, list(SIGNALS))}")
+            for k, threshold in gate.steps.items():
                 if k < 1:
                     raise ValueError(f"k counts environment steps from 1, not {k}")
                 if not 0 <= threshold <= 1:
                     raise ValueError(f"the threshold at step {k} must lie in [0, 1], not {threshold}")
 
-    def plan(self, task_type: str | None = None) -> dict[int, float]:
-        """Return step -> threshold, for a task type."""
-        own = self.per_task_type.get(task_type) if task_type is not None else None
-        if own is None:
-            return self.steps or {self.k: self.threshold}
+    def of_type(self, task_type: str | None = None) -> OfType:
+        """Return signal and thresholds for a task type; without steps: never."""
+        own = None if task_type is None else self.per_task_type.get(task_type)
         if isinstance(own, OfType):
-            return own.steps
-        if isinstance(own, dict):
             return own
-        return {self.k: own} if own else {}
-
-    def signal_of(self, task_type: str | None) -> str:
-        own = self.per_task_type.get(task_type) if task_type is not None else None
-        return own.signal if isinstance(own, OfType) else self.signal
+        if own is None:
+            return OfType(self.signal, self.steps or {self.k: self.threshold})
+        if isinstance(own, dict):
+            return OfType(self.signal, own)
+        return OfType(self.signal, {self.k: own} if own else {})
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         """Yield task types without a prompt."""
@@ -135,8 +130,8 @@ class DivergenceRule:
 
     @property
     def at(self) -> tuple[EnvStep, ...]:
-        plans = (self.options.plan(), *map(self.options.plan, self.options.per_task_type))
-        return tuple(EnvStep(k) for k in sorted({k for plan in plans for k in plan}))
+        gates = (self.options.of_type(), *map(self.options.of_type, self.options.per_task_type))
+        return tuple(EnvStep(k) for k in sorted({k for gate in gates for k in gate.steps}))
 
     def decide(self, views: Sequence[GroupView]) -> list[Verdict]:
         """Return one verdict per view. Raises ValueError when `per_task_type` is set and a prompt has no such column,
@@ -145,8 +140,9 @@ class DivergenceRule:
 
     def _decide(self, view: GroupView) -> Verdict:
         assert isinstance(view.at, EnvStep)
-        o, k, kind = self.options, view.at.k, self._task_type(view)
-        threshold, signal = o.plan(kind).get(k), o.signal_of(kind)
+        o, k = self.options, view.at.k
+        gate = o.of_type(self._task_type(view))
+        threshold, signal = gate.steps.get(k), gate.signal
         there = [i for i, absent in enumerate(view.absent or (False,) * len(view.actions)) if not absent]
         if threshold is None or len(there) < 2:
             return KEEP

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
+import numpy as np
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ...base.noise import as_tensor, noise_key, uniform
+from ...base.noise import noise_key, uniform_array
 from ...config.options import CHECKED
 from ...types import EnvStep, Group, GroupView, Verdict
 from .base import Gate, GateContext, of_gate
@@ -47,10 +48,8 @@ class RandomCutRule:
         return [self._decide(view) for view in views]
 
     def _decide(self, view: GroupView) -> Verdict:
-        import torch
-
         key = noise_key(self.seed, RANDOM_STREAM, view.visit.prompt.ordinal, view.visit.epoch)
-        if float(uniform(as_tensor([key]), torch.tensor([self.k]))) < self.share:
+        if uniform_array(key, np.array([self.k])).item() < self.share:
             return Verdict(False, f"random cut at step {self.k}", self.share)
         return Verdict(True, probability=1 - self.share)
 

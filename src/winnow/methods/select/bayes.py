@@ -95,7 +95,7 @@ class BayesSelector(StreamSelector):
         self.posteriors.end_step()
         self.size = min(self._sizes, default=self.size)
         self._sizes = []
-        self._predictions.clear()
+        self._predictions = Predictions()
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | self._predictions.metrics("bayes")

@@ -111,7 +111,7 @@ class ThompsonSelector(StreamSelector):
 
     def end_step(self) -> None:
         super().end_step()
-        self._predictions.clear()
+        self._predictions = Predictions()
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | self._predictions.metrics("thompson")

@@ -52,12 +52,10 @@ class TraceSelector(StreamSelector):
         if kind is GroupKind.NOT_JUDGED:
             return
         if group.verdict.keep:
-            self._trace(group.prompt.ordinal, KINDS[kind], share_seen(group))
+            ordinal, code = group.prompt.ordinal, KINDS[kind]
+            self.z_N[ordinal] = 0 if code == EFFECTIVE else float(self.z_N[ordinal]) + share_seen(group)
+            self.kind_N[ordinal] = code
         self._judged(group, kind)
-
-    def _trace(self, ordinal: int, kind: int, share: float) -> None:
-        self.z_N[ordinal] = 0 if kind == EFFECTIVE else float(self.z_N[ordinal]) + share
-        self.kind_N[ordinal] = kind
 
     def _judged(self, group: Group, kind: GroupKind) -> None:
         """Handle a judged group, also one that was cut on evidence; a hook for subclasses."""

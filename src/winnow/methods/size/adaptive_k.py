@@ -31,7 +31,7 @@ class AdaptiveK:
     `tau_down`, using only the steps since the last change. No change comes within `dwell` steps of another.
     """
 
-    base: int | None = None
+    base: Annotated[int, Field(ge=2)] | None = None
     high: int | None = None
     tau: Annotated[float, Field(ge=0, lt=1)] = 0.5
     window: PositiveInt = 5
@@ -39,8 +39,6 @@ class AdaptiveK:
     dwell: PositiveInt = 10
 
     def __post_init__(self) -> None:
-        if self.base is not None and self.base < 2:
-            raise ValueError(f"base must be >= 2, not {self.base}: an advantage needs two siblings")
         if self.tau_down is None:
             refuse_unused(self, ["dwell"], "without tau_down; remove it, or set tau_down below tau")
         if self.tau_down is not None and not 0 < self.tau_down < self.tau:

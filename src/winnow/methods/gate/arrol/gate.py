@@ -10,7 +10,6 @@ import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ....base.errors import ConfigError
 from ....base.state import Count, Probability, State
 from ....config.options import CHECKED
 from ....types import Decision, Fate, Group, Rollout, Token
@@ -28,7 +27,7 @@ from .calibration import (
     survival_factor,
     survival_probabilities,
 )
-from .head import LEARNING_RATE, WIDTH, Example, HeadState, QualityHead, mean_logp
+from .head import LEARNING_RATE, WIDTH, HeadState, QualityHead, mean_logp
 from .rule import ArrolRule
 from .stats import Realised
 
@@ -112,8 +111,8 @@ class Arrol:
 
     def build(self, context: GateContext) -> ArrolGate:
         """Build the gate. Raises ConfigError when right answers are unknown, since the gate learns from them."""
-        if (success := context.judge.success).undecided and self.balance != "distinct":
-            raise ConfigError(f"gates: arrol learns which answers are right, but success is {success}")
+        if self.balance != "distinct":
+            context.judge.success.require("gates: arrol learns which answers are right")
         return ArrolGate(self, context)
 
 
@@ -180,32 +179,32 @@ class ArrolGate(Gate):
     def observe_group(self, group: Group) -> None:
         """Learn from finished rollouts; outcomes count 1 / survival, since those of pruned rollouts are unseen."""
         decisions = [r.decision_of(self.name) for r in group.siblings]
+        labels = [self._context.judge.success.right(r) for r in group.siblings]
         self._remember([d.verdict.evidence for d in decisions if d is not None], group)
         scored: list[tuple[float, bool, float]] = []
-        for rollout, decision in zip(group.siblings, decisions, strict=True):
+        for rollout, decision, label in zip(group.siblings, decisions, labels, strict=True):
             evidence = {} if decision is None else decision.verdict.evidence
             has_score = "score" in evidence
             if has_score:
                 self._realised.returned += 1
                 self._realised.pruned += rollout.fate == Fate.PRUNED
-            label, weight = self._right(rollout), 1 / rollout.survival_p
             if rollout.reward is None or not rollout.turns:
                 continue
+            weight = 1 / rollout.survival_p
             self._lengths.append((rollout.turns[-1].stop - rollout.turns[-1].start, weight))
             self._realised.ended_early += decision is None
             if label is None:  # nothing tells right answers; how long they are is known all the same
                 continue
-            self._learn(rollout.last_hidden, mean_logp(rollout), label, weight)
+            self.head.observe(rollout.last_hidden, mean_logp(rollout), label, weight)  # its end, where votes score
             if decision is not None and has_score:
                 self._posterior.observe(evidence["score"], label, weight)
-                self._learn(evidence.get("hidden"), evidence.get("logp", 0.0), label, weight)
+                self.head.observe(evidence.get("hidden"), evidence.get("logp", 0.0), label, weight)
                 saved = weight * (1 - decision.verdict.probability) * _sampled_after(rollout, decision)
                 self._realised.outcomes.append((evidence["q"], label, weight, saved))
                 scored.append((evidence["score"], label, weight))
         if scored:
             self._realised.siblings(scored)
         survivors = sum(r.fate != Fate.PRUNED for r in group.siblings)
-        labels = [self._right(r) for r in group.siblings]
         self._realised.group([label for label in labels if label is not None], survivors, len(group.siblings))
 
     def _remember(self, evidences: list[Mapping[str, Any]], group: Group) -> None:
@@ -221,14 +220,6 @@ class ArrolGate(Gate):
         if scored:
             hidden_NH = np.array([evidence["hidden"] for evidence in scored])
             self.head.remember(hidden_NH, np.array([evidence["logp"] for evidence in scored]))
-
-    def _right(self, rollout: Rollout) -> bool | None:
-        return self._context.judge.success.right(rollout)
-
-    def _learn(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
-        """Learn from the middle of a rollout, or from its end, where votes use the head."""
-        if hidden is not None:
-            self.head.observe(Example(hidden, logp, label, weight))
 
     def end_step(self) -> None:
         """End an optimizer step: learn, and fix the rule of the next step."""

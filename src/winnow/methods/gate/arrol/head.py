@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import PositiveFloat
@@ -37,18 +37,6 @@ UPDATES, BATCH = 4, 256
 MAX_EXAMPLES, MAX_RECENT = 2048, 512
 MAX_CHANGE = 1e17
 """Bound of a hidden state's values: the sum of a million squares still fits float32."""
-
-
-class Example(NamedTuple):
-    """A rollout at the detection token, with its outcome."""
-
-    hidden: np.ndarray
-    """float32 [H]."""
-    logp: float
-    """Mean log-probability of its tokens so far, nats."""
-    label: bool
-    weight: float
-    """1 / (chance that its outcome was seen)."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +163,14 @@ class QualityHead:
         there = self.weights.layers and len(self._recent)
         return self.weights.logits(*self._recent.columns()) if there else np.empty(0)
 
-    def observe(self, example: Example) -> None:
-        """Store a labelled rollout; an example that is not finite teaches nothing."""
-        if _normalisable(example.hidden) and np.isfinite(example.logp + example.weight):
-            self._examples.append(example)
+    def observe(self, hidden: np.ndarray | None, logp: float, label: bool, weight: float) -> None:
+        """Store a rollout with its outcome; one without a hidden state, or that is not finite, teaches nothing.
+
+        `hidden`: float32 [H]. `logp`: mean log-probability of its tokens so far, nats. `weight`: 1 / (chance that its
+        outcome was seen).
+        """
+        if hidden is not None and _normalisable(hidden) and np.isfinite(logp + weight):
+            self._examples.append((hidden, logp, label, weight))
 
     def fit(self) -> None:
         """Take a few AdamW steps; the draws depend only on the seed and the number of earlier fits."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from math import comb, exp
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ....base.noise import as_tensor, noise_key, uniform
+from ....base.noise import noise_key, uniform_array
 from ....types import GroupView, Token, Verdict
 from ..base import Array
 from .calibration import bin_of
@@ -60,7 +59,9 @@ class ArrolRule:
         input_N = np.array([_mean(v.raw_logp) for v in views])
         raw_N = self.head.scores(np.array([v.hidden for v in views]), input_N)
         finite_N = np.isfinite(raw_N)
-        rank_N = self._rank(raw_N)
+        rank_N: np.ndarray = np.full(len(raw_N), 0.5)
+        if len(self.scale_M):
+            rank_N = np.searchsorted(self.scale_M, raw_N) / len(self.scale_M)
         draws = {} if self.cold else self._draws(views)
         columns = (column.tolist() for column in (finite_N, rank_N, logp_N, input_N))
         verdicts = []
@@ -70,10 +71,6 @@ class ArrolRule:
             else:
                 verdicts.append(Verdict(True, "its score is not finite"))
         return verdicts
-
-    def _rank(self, raw_N: np.ndarray) -> np.ndarray:
-        """Return float64 [N] in [0, 1], or NaN."""
-        return np.searchsorted(self.scale_M, raw_N) / len(self.scale_M) if len(self.scale_M) else raw_N * 0 + 0.5
 
     def _verdict(
         self,
@@ -92,7 +89,9 @@ class ArrolRule:
         evidence |= {"hidden": view.hidden, "logp": model_logp}
         if self.cold:
             return Verdict(True, evidence=evidence)
-        survival = self._survival(number, novelty)
+        survival = min(max(self.factor * novelty, self.p_min), 1.0)
+        if len(self.survival_B):
+            survival = float(self.survival_B[number])
         draws_G, enough = draws[view.visit.number]
         evidence["chance"] = chance = survival + forced_beyond(survival, len(draws_G), self.least)
         if draws_G[view.sibling] < survival or draws_G[view.sibling] <= enough:
@@ -100,25 +99,15 @@ class ArrolRule:
         reason = f"pruned at token {n}: predicted success {q:.2f}, survival {survival:.2f}"
         return Verdict(False, reason, 1 - chance, evidence=evidence)
 
-    def _survival(self, number: int, novelty: float) -> float:
-        if not len(self.survival_B):
-            return min(max(self.factor * novelty, self.p_min), 1.0)
-        return float(self.survival_B[number])
-
     def _draws(self, views: Sequence[GroupView]) -> dict[int, tuple[list[float], float]]:
         """Return draws by visit: one per sibling, and the highest of those that survive at any chance."""
-        import torch
-
-        groups = {v.visit.number: v for v in views}
-        sizes = [len(v.running) for v in groups.values()]
-        keys = [noise_key(self.seed, QUALITY_STREAM, v.visit.prompt.ordinal, v.visit.epoch) for v in groups.values()]
-        keys_N = as_tensor(keys).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
-        draws = iter(uniform(keys_N, torch.cat([torch.arange(0), *map(torch.arange, sizes)])).tolist())
-        by_visit = {}
-        for number, size in zip(groups, sizes, strict=True):
-            draws_G = list(islice(draws, size))
-            by_visit[number] = draws_G, sorted(draws_G)[min(self.least, size) - 1] if self.least else -1.0
-        return by_visit
+        draws = {}
+        for view in {v.visit.number: v for v in views}.values():
+            key = noise_key(self.seed, QUALITY_STREAM, view.visit.prompt.ordinal, view.visit.epoch)
+            size = len(view.running)
+            draws_G = uniform_array(key, np.arange(size)).tolist()
+            draws[view.visit.number] = draws_G, sorted(draws_G)[min(self.least, size) - 1] if self.least else -1.0
+        return draws
 
 
 def novelty_of(logp: float, n: int, size: int) -> float:
