@@ -95,7 +95,9 @@ def test_async_agents_and_streams(tokenizer):
         text = await asyncio.to_thread(ask, base_url, prompt, stream=True)
         *chunks, done, _ = text.split("\n\n")
         assert done == "data: [DONE]"
-        pieces = [json.loads(c.removeprefix("data: "))["choices"][0] for c in chunks]
+        events = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+        assert len({event["id"] for event in events}) == 1
+        pieces = [event["choices"][0] for event in events]
         assert pieces[-1]["finish_reason"] == "stop"
         return float("".join(p["delta"].get("content") or "" for p in pieces) == "yes")
 
