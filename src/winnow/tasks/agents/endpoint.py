@@ -35,7 +35,10 @@ MOST_FILES = 65_536
 STALLED_S = 30
 """Seconds without a byte after which a connection is closed."""
 SHARED = "rollouts run at the same time and share os.environ and global clients"
-ROUTES = "there is only /v1/chat/completions"
+NO_ADDRESS = (
+    "no such address: there is only /v1/chat/completions. Or its rollout has ended: "
+    f"{SHARED}, so give each client its own base_url"
+)
 
 
 class OverError(RuntimeError):
@@ -204,14 +207,14 @@ class _Request(BaseHTTPRequestHandler):
         elif self._ask(f"/v1/models/{MODEL}") is not None:
             self._json(200, model)
         else:
-            self._refuse(404, self._no_address())
+            self._refuse(404, NO_ADDRESS)
 
     def do_POST(self) -> None:
         self.client = None
         ask = self._ask("/v1/chat/completions")
         if ask is None:  # before reading a stranger's data
             self.close_connection = True
-            return self._refuse(404, self._no_address())
+            return self._refuse(404, NO_ADDRESS)
         size = self.headers.get("Content-Length", "")
         if not size.isdecimal() or len(size) > len(str(MAX_BODY_BYTES)) or int(size) > MAX_BODY_BYTES:
             self.close_connection = True
@@ -253,20 +256,9 @@ class _Request(BaseHTTPRequestHandler):
             server.warn(name, text=f"{text}: give base_url to each client")
 
     def _ask(self, route: str) -> Ask | None:
-        secret, rest = self._parts()
-        ask = self.server.ask_at(secret)
-        return ask if rest == route else None
-
-    def _parts(self) -> tuple[str, str]:
-        """Return the secret and the route."""
         secret, slash, rest = self.path.partition("?")[0].lstrip("/").partition("/")
-        return secret, slash + rest
-
-    def _no_address(self) -> str:
-        secret, route = self._parts()
-        if secret in self.server.asks:
-            return f"no such address ({route}); {ROUTES}"
-        return f"no such address, or its rollout has ended: {SHARED}, so give each client its own base_url; {ROUTES}"
+        ask = self.server.ask_at(secret)
+        return ask if slash + rest == route else None
 
     def _refuse(self, status: int, message: str) -> None:
         self._json(status, {"error": {"message": message, "type": "invalid_request_error", "code": status}})
