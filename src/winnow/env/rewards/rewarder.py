@@ -24,7 +24,7 @@ from ...base.sanitize import redact
 from ...config.errors import reward_hint
 from ...types import Fate, Group, Rollout
 from ..private import private
-from ..workers.calls import Deadlines
+from ..workers.calls import Deadlines, noticing_signals
 from ..workers.functions import (
     LOGGERS,
     VERL_ARGUMENTS,
@@ -37,7 +37,6 @@ from ..workers.functions import (
     parameters_of,
     resolved,
 )
-from ..workers.signals import noticing_signals
 from ..workers.worker import WorkerError
 from .pending import PendingRewards, RewardFunction, ScoredGroup, unique_names
 from .pooled import PooledReward, arguments_each, verl_arguments
