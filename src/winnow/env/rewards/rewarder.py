@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 BUILTIN = {
     "countdown": "winnow.tasks.countdown:countdown_reward",
     "math": "winnow.env.rewards.math:math_reward",
-    "exact": "winnow.env.rewards.exact:exact_answer",
+    "exact": "winnow.env.rewards.simple:exact_answer",
 }
 """Plain name -> reward function."""
 NO_SIGNALS = (
