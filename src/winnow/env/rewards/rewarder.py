@@ -33,6 +33,7 @@ from ..workers.functions import (
     compares_siblings,
     describe_error,
     function_name,
+    is_own,
     load_function,
     parameters_of,
     resolved,
@@ -146,7 +147,7 @@ class Rewarder:
     def in_threads(self) -> list[str]:
         """Return the names of user functions that run in a thread of this process."""
         called = [(f.name, f.call) for f in self._functions if f.call is not None and f.model is None]
-        return [name for name, call in called if not (_is_async(call) or _built_in(call))]
+        return [name for name, call in called if not (_is_async(call) or is_own(call))]
 
     def fingerprint(self) -> str:
         """Return the names of the functions; a reward model's with a digest of its weights."""
@@ -234,7 +235,7 @@ class Rewarder:
             return self._by_name(spec, weight)
         if not callable(spec):
             raise ValueError(f"reward_funcs: expected a function or its name, got {spec!r}")
-        if self._workers.sandbox and not _built_in(spec):
+        if self._workers.sandbox and not is_own(spec):
             raise ValueError(
                 f"reward_sandbox: {function_name(spec)} was given as a Python object, which runs in this process; give "
                 "it by name: 'module:function' or 'path/to/file.py:function'"
@@ -386,7 +387,3 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 def _target_of(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
-
-
-def _built_in(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]

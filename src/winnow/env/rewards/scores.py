@@ -24,13 +24,10 @@ MAX_REWARD = 1e30
 
 
 def arguments_of(group: Group, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return TRL's arguments: lists with one entry a rollout, columns repeated."""
+    """Return TRL's arguments: lists with one entry a rollout, columns repeated. The values are the prompt's own."""
     prompt, n = group.prompt, len(rollouts)
     arguments: dict[str, Any] = {name: [value] * n for name, value in prompt.columns.items()}
-    if prompt.messages is None:
-        arguments["prompts"] = [prompt.text] * n
-    else:
-        arguments["prompts"] = [[dict(m) for m in prompt.messages] for _ in rollouts]
+    arguments["prompts"] = [prompt.text if prompt.messages is None else list(prompt.messages)] * n
     arguments["completions"] = [completion_of(prompt, r) for r in rollouts]
     arguments["completion_ids"] = [r.token_ids.tolist() for r in rollouts]
     return arguments
