@@ -37,6 +37,14 @@ def is_begun(messages: Sequence[Message]) -> bool:
     return last["role"] == "assistant" and last.get("content") is not None and not last.get("tool_calls")
 
 
+def with_text(message: Message, text: str) -> Message:
+    """Return a message with text added to the end of its content, which is text or a list of parts."""
+    content: Any = message.get("content")
+    if isinstance(content, list | tuple):
+        return {**message, "content": [*content, {"type": "text", "text": text}]}
+    return {**message, "content": f"{content or ''}{text}"}
+
+
 def templates_of(tokenizer: Any) -> dict[str, str]:
     """Return the tokenizer's chat templates by name; a single one is `default`."""
     given = getattr(tokenizer, "chat_template", None)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from ...base.errors import ConfigError
 from ...base.weights import weights_digest, without_embedding
 from ...types import Message
-from ..chat import applied, is_begun
+from ..chat import applied, is_begun, with_text
 from ..prompting import tokenizer_digest
 
 TOKENS_AT_ONCE = 16_384
@@ -120,7 +120,7 @@ def _conversation(prompt: Sequence[Message], completion: Sequence[Message]) -> l
     if not completion or not is_begun(prompt):
         return [*prompt, *completion]
     begun, first = prompt[-1], completion[0]
-    turn = {**begun, **first, "content": f"{begun['content']}{first.get('content') or ''}"}
+    turn = {**begun, **first, "content": with_text(begun, first.get("content") or "")["content"]}
     return [*prompt[:-1], turn, *completion[1:]]
 
 
