@@ -255,7 +255,8 @@ class Rewarder:
                 "'owner/model' of the hub"
             )
         try:
-            known = self._pool.call("winnow.env.workers.functions:inspect_function", {"target": target}).result()
+            inspect_function = "winnow.env.workers.functions:inspect_function"
+            known = self._pool.call(inspect_function, {"target": target}, called=target).result()
         except WorkerError as error:
             raise TargetError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
         if set(VERL_ARGUMENTS) <= set(known["parameters"]):
