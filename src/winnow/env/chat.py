@@ -48,8 +48,6 @@ def with_text(message: Message, text: str) -> Message:
 def templates_of(tokenizer: Any) -> dict[str, str]:
     """Return the tokenizer's chat templates by name; a single one is `default`."""
     given = getattr(tokenizer, "chat_template", None)
-    if isinstance(given, list | tuple):
-        return {each["name"]: each["template"] for each in given}
     return dict(given) if isinstance(given, Mapping) else {} if given is None else {"default": given}
 
 
