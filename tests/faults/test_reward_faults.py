@@ -221,6 +221,29 @@ def test_function_by_name_that_hangs_is_killed_also_when_the_caller_is_not_the_m
     assert second.rewards().tolist() == [1.0]
 
 
+@pytest.mark.slow
+def test_the_import_of_a_users_file_has_time_of_its_own(tmp_path):
+    """When the function is looked up, and again after its worker was killed."""
+    path = tmp_path / "slow_import.py"
+    path.write_text(
+        """
+import time
+time.sleep(1.5)
+
+def f(completions):
+    if completions == ["hang"]:
+        time.sleep(60)
+    return [1.0] * len(completions)
+"""
+    )
+    first, second = group("hang"), group("x", number=1)
+    rewarder = Rewarder(f"{path}:f", timeout_s=1, workers=RewardWorkers(1))
+    score_all(rewarder, [first, second])
+    rewarder.close()
+    assert "took over 1 s" in first.rollouts[0].reason
+    assert second.rewards().tolist() == [1.0]
+
+
 @pytest.mark.parametrize(
     ("name", "cause"),
     [

@@ -40,11 +40,6 @@ class CountingEnv:
                 file.write(what + "\n")
 
 
-class OddEnv(CountingEnv):
-    def reset(self) -> str | None:
-        return 7  # type: ignore[return-value]
-
-
 class HearingEnv(CountingEnv):
     def step(self, text: str) -> StepResult:
         assert isinstance(text, ModelTurn)

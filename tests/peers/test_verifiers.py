@@ -97,7 +97,7 @@ def test_what_cannot_be_is_refused_by_name(config: dict[str, Any]) -> None:
     refused = [
         (environment(taskset={"id": "no_such_taskset"}), "no_such_taskset"),
         (environment(taskset={"endless": True}), "taskset sums_env has no end"),
-        (environment(test_size=8), "leaves none of 8 tasks to train on"),
+        (environment(test_size=8), "test_size 8 would hold out 8 of 8 tasks"),
         (environment(harness={"qestion": "x"}), "qestion"),
     ]
     for env, reason in refused:

@@ -13,7 +13,8 @@ import pytest
 from winnow.env.tools import with_tools
 from winnow.tasks.agents import AgentConfig, with_agent
 from winnow.tasks.agents.endpoint import Endpoint
-from winnow.types import Fate
+from winnow.tasks.agents.verifiers import Tasks, VerifiersConfig
+from winnow.types import Fate, Prompt
 
 from ..builders.asking import ask, user
 from ..builders.tool_calls import call
@@ -95,7 +96,9 @@ def test_async_agents_and_streams(tokenizer):
         text = await asyncio.to_thread(ask, base_url, prompt, stream=True)
         *chunks, done, _ = text.split("\n\n")
         assert done == "data: [DONE]"
-        pieces = [json.loads(c.removeprefix("data: "))["choices"][0] for c in chunks]
+        events = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+        assert len({event["id"] for event in events}) == 1
+        pieces = [event["choices"][0] for event in events]
         assert pieces[-1]["finish_reason"] == "stop"
         return float("".join(p["delta"].get("content") or "" for p in pieces) == "yes")
 
@@ -248,6 +251,10 @@ def test_what_cannot_be_is_refused_at_once():
         with_agent(OneTurn(), silent, max_turns=0)
     with pytest.raises(ValueError, match="give `agent`, the function"):
         AgentConfig(path="rows.jsonl")
+    tasks = [Prompt(str(i), i, text="?", columns={"key": str(i)}) for i in range(5)]
+    for size, held in ((0.1, 0), (5, 5)):
+        with pytest.raises(ValueError, match=f"test_size {size} would hold out {held} of 5 tasks"):
+            Tasks(VerifiersConfig({}, test_size=size), tasks)
 
 
 def test_from_a_configuration(tokenizer, tmp_path):

@@ -53,6 +53,13 @@ def test_a_file_is_opened_once(tmp_path, name, monkeypatch):
     assert len(opened) == 1
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_list_is_read_under_either_name(tmp_path, name, mark):
+    (tmp_path / name).write_bytes(mark + b' [{"prompt": "a"},\n {"prompt": "b"}]')
+    assert [prompt.text for prompt in build(tmp_path / name).train] == ["a", "b"]
+
+
 def test_a_column_of_bytes_in_a_csv_file_is_refused(tmp_path):
     """Reward functions would get bytes."""
     (tmp_path / "a.csv").write_bytes("prompt,answer\na,é\n".encode("cp1252"))

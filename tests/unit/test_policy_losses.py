@@ -14,7 +14,7 @@ import torch
 
 from winnow import ConfigError
 from winnow.config import RunConfig, validate
-from winnow.env.rewards.overlong import SoftOverlong
+from winnow.env.rewards.simple import SoftOverlong
 from winnow.methods.correct.none import NoCorrection
 from winnow.methods.loss import LossConfig, kl_loss
 from winnow.methods.policy_loss import POLICY_LOSSES, Clip, PolicyLoss, Sampled

@@ -11,8 +11,8 @@ import pytest
 
 from winnow.env.dataset import DatasetConfig
 from winnow.env.presets import OF_MATH
-from winnow.env.rewards.exact import exact_answer
 from winnow.env.rewards.rewarder import Rewarder
+from winnow.env.rewards.simple import exact_answer
 from winnow.env.rewards.workers import RewardWorkers
 from winnow.env.row_files import DataError
 from winnow.types import Group, Prompt, Rollout, Visit

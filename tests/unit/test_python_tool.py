@@ -102,8 +102,9 @@ def test_a_sandbox_that_fails_is_an_exception_and_no_observation() -> None:
 def rows(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"
     messages = [{"role": "user", "content": "2 + 2?"}]
-    both = [{"prompt": "1 + 1?", "ground_truth": "2"}, {"prompt": messages, "ground_truth": "4"}]
-    path.write_text("\n".join(json.dumps(row) for row in both))
+    parts = [{"role": "user", "content": [{"type": "text", "text": "3 + 3?"}]}]
+    prompts = {"2": "1 + 1?", "4": messages, "6": parts}
+    path.write_text("\n".join(json.dumps({"prompt": p, "ground_truth": answer}) for answer, p in prompts.items()))
     return path
 
 
@@ -118,6 +119,8 @@ def task(rows: Path) -> Iterator[PythonTool]:
 def test_the_task_is_the_data_set_with_an_instruction(task: PythonTool, rows: Path) -> None:
     assert task.train[0].text == "1 + 1? Use Python."
     assert task.train[1].messages == ({"role": "user", "content": "2 + 2? Use Python."},)
+    texts = ["3 + 3?", " Use Python."]
+    assert task.train[2].messages == ({"role": "user", "content": [{"type": "text", "text": t} for t in texts]},)
     assert task.train[0].columns["ground_truth"] == "2"
     assert (task.max_turns, task.stop) == (3, ("\n```\n",))
     other = PythonToolConfig(str(rows), max_calls=3, instruction=" Use Python.").build()

@@ -133,6 +133,17 @@ def test_a_begun_turn_and_its_completion_are_one(saved) -> None:
     assert begun == model([whole[0]], [whole[1]])[0]
 
 
+def test_a_begun_turn_of_parts_and_its_completion_are_one(saved) -> None:
+    model = RewardModel(saved)
+    model.tokenizer.chat_template = (
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }} {% endfor %}{% endfor %}"
+    )
+    why, begun, more = ({"type": "text", "text": text} for text in ("why?", "1 2", "3"))
+    prompt = [{"role": "user", "content": [why]}, {"role": "assistant", "content": [begun]}]
+    whole = [{"role": "assistant", "content": [begun, more]}]
+    assert model([prompt], [[{"role": "assistant", "content": "3"}]]) == model([prompt[:1]], [whole])
+
+
 def test_a_template_that_wants_objects_scores_malformed_calls_too(saved):
     """They are the policy's mistakes, not a failure of the judge."""
     model = RewardModel(saved)

@@ -253,7 +253,7 @@ def test_missing_columns_are_found_before_and_during_a_run():
         rewarder.check(["answers"])
     for argument in ("prompt", "completion"):
         singular = Rewarder(eval(f"lambda {argument}, completions, **columns: [1.0]"))
-        with pytest.raises(ValueError, match=rf"'{argument}' is no argument or column; write '{argument}s', a list"):
+        with pytest.raises(ValueError, match=rf"needs a column '{argument}'.*Did you mean '{argument}s'"):
             singular.check(["answer"])
         singular.check(["answer", argument])
         singular.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +67,25 @@ def test_missing_values_of_a_frame_are_no_answers() -> None:
     rows = [row.values for row in rows_of(frame, "train_dataset")]
     assert [gold_answer(row) for row in rows] == ["1", "3"]
     assert rows[1]["when"] is None
+
+
+def test_a_frame_that_is_not_of_pandas_is_no_rows() -> None:
+    """Such as one of polars, which iterates over its columns."""
+
+    class Frame:
+        columns = ("prompt",)
+
+        def to_dict(self) -> dict[str, list[str]]:
+            return {"prompt": ["a"]}
+
+        def __len__(self) -> int:
+            return 1
+
+        def __iter__(self) -> Iterator[list[str]]:
+            return iter(self.to_dict().values())
+
+    with pytest.raises(DataError, match=r"train_dataset, row 1: expected a mapping .*, found list"):
+        list(rows_of(Frame(), "train_dataset"))
 
 
 def test_a_message_of_calls_alone_has_no_text() -> None:

@@ -10,8 +10,8 @@ import pytest
 from winnow.config import RunConfig, load_config
 from winnow.config.settings_yaml import read_yaml
 from winnow.env.dataset import DatasetConfig
-from winnow.env.rewards.exact import exact_answer
 from winnow.env.rewards.math import gold_answer
+from winnow.env.rewards.simple import exact_answer
 from winnow.env.row_files import DataError
 from winnow.env.synthetic_data import EXAMPLE, MADE, PREFIX, SIZES, made_rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,13 @@ def test_prompts_show_the_tools_and_the_first_observation_ends_the_last_message(
     assert text.endswith("<s>user\nCount. Start at 3.<e>\n<s>assistant\n")
     assert prompt.messages[0]["content"] == "Count."
     assert pickle.loads(pickle.dumps(prompt)) == prompt
+
+
+def test_a_prompt_of_parts_has_tools_and_a_first_observation_as_well(tokenizer):
+    prompt = with_tools(OneTurn(), [add]).train[0]
+    parts = replace(prompt, messages=({"role": "user", "content": [{"type": "text", "text": "Count."}]},))
+    for observation in (None, " Start at 3."):
+        assert encode_prompt(tokenizer, parts, observation) == encode_prompt(tokenizer, prompt, observation)
 
 
 def test_results_continue_the_conversation_exactly(tokenizer):

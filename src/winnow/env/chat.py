@@ -37,11 +37,24 @@ def is_begun(messages: Sequence[Message]) -> bool:
     return last["role"] == "assistant" and last.get("content") is not None and not last.get("tool_calls")
 
 
+def messages_in(value: Any) -> tuple[Message, ...] | None:
+    """Return a row's list of messages, each without the keys that only other rows fill; None for any other value."""
+    if not isinstance(value, list) or not value or not all(isinstance(m, Mapping) and "role" in m for m in value):
+        return None
+    return tuple({key: given for key, given in message.items() if given is not None} for message in value)
+
+
+def with_text(message: Message, text: str) -> Message:
+    """Return a message with text added to the end of its content, which is text or a list of parts."""
+    content: Any = message.get("content")
+    if isinstance(content, list | tuple):
+        return {**message, "content": [*content, {"type": "text", "text": text}]}
+    return {**message, "content": f"{content or ''}{text}"}
+
+
 def templates_of(tokenizer: Any) -> dict[str, str]:
     """Return the tokenizer's chat templates by name; a single one is `default`."""
     given = getattr(tokenizer, "chat_template", None)
-    if isinstance(given, list | tuple):
-        return {each["name"]: each["template"] for each in given}
     return dict(given) if isinstance(given, Mapping) else {} if given is None else {"default": given}
 
 

@@ -116,19 +116,14 @@ class DatasetTask(OneTurn):
         self.unshown_columns: dict[str, str] = {}
         """Columns that usually belong to the prompt but are not in it, and the first row of each."""
         self._fingerprint: str | None = None
-        store = self._stored(train)
-        stores = [store]
-        self.train = StoredPrompts(store, config.prompt_column)
+        self.train = StoredPrompts(self._stored(train), config.prompt_column)
         self.test: Sequence[Prompt] = []
         if test is not None:
-            stores.append(self._stored(test))
-            self.test = held_out = StoredPrompts(stores[1], config.prompt_column)
+            self.test = held_out = StoredPrompts(self._stored(test), config.prompt_column)
             _refuse_overlap(self.train, held_out)
         elif config.test_size:
             self.train, self.test = _split(self.train, config.test_size)
         self._warn_of_duplicates()
-        for each in stores:
-            each.forget_contents()
 
     def _stored(self, rows: Iterable[Row]) -> Store:
         """Store the rows with their prompts, read once. Raises DataError naming the row."""

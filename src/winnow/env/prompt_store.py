@@ -118,10 +118,6 @@ class Store:
         self._resolve_ids(may_repeat)
         self._id_keys = array("Q")
 
-    def forget_contents(self) -> None:
-        """Free the digests, unused once contents have been compared."""
-        self._digests = bytearray()
-
     def __getitem__(self, row: int) -> Record:
         start, stop = self._offsets[row], self._offsets[row + 1]
         if start == stop:

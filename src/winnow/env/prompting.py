@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..types import Message, Prompt
 from .chat import PromptError as PromptError
-from .chat import is_begun, joined, rendered, template_variables
+from .chat import is_begun, joined, rendered, template_variables, with_text
 from .prompt_columns import TOOLS, VALUES, tool_names
 
 _QUESTION: Message = {"role": "user", "content": "?"}
@@ -113,13 +113,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, observation: str | None = None
 
 def with_messages(prompt: Prompt, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
     """Return a prompt of these messages, with the id of `prompt` and what its row gives to the chat template."""
-    return Prompt(
-        prompt.id,
-        prompt.ordinal,
-        messages=tuple(messages),
-        tools=tuple(tools),
-        template_values=prompt.template_values,
-    )
+    return replace(prompt, text=None, messages=tuple(messages), columns={}, tools=tuple(tools))
 
 
 def _template_values(tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
@@ -140,8 +134,8 @@ def first_messages(prompt: Prompt, observation: str | None) -> list[Message]:
     """Return the messages with the first observation, inserted before an assistant's turn begun by them."""
     messages: list[Message] = list(prompt.messages or ())
     begun = [messages.pop()] if len(messages) > 1 and is_begun(messages) else []
-    if prompt.tools:
-        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + (observation or "")}
+    if observation is not None and prompt.tools:
+        messages[-1] = with_text(messages[-1], observation)
     elif observation is not None:
         messages.append({"role": "user", "content": observation})
     return messages + begun

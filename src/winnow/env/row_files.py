@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import json
 import zlib
@@ -52,27 +51,17 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a file of text. Raises DataError if it is not UTF-8, as its first bytes show."""
+    """Open a file of text after its byte-order mark. Raises DataError if its first bytes show that it is not UTF-8."""
     file = cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))  # noqa: SIM115
     try:
-        if encoding := _wide_encoding(file.read(4)):
-            raise _not_utf8(path, encoding)
-        file.seek(0)
+        encoding = json.detect_encoding(file.read(4))
+        if not encoding.startswith("utf-8"):
+            raise _not_utf8(path, encoding.upper().replace("-LE", "LE").replace("-BE", "BE"))  # as iconv spells it
+        file.seek(3 if encoding == "utf-8-sig" else 0)
     except BaseException:
         file.close()
         raise
     return file
-
-
-def _wide_encoding(head: bytes) -> str | None:
-    """Return the encoding of a text whose first characters take several bytes; None if they do not."""
-    if head in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
-        return "UTF-32"
-    if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        return "UTF-16"
-    if 0 in head[:2] and any(head[:2]):
-        return "UTF-16BE" if head[0] == 0 else "UTF-16LE"
-    return None
 
 
 def _not_utf8(path: Path, encoding: str, what: str = "") -> DataError:
@@ -84,21 +73,17 @@ def _not_utf8(path: Path, encoding: str, what: str = "") -> DataError:
 def _json(path: Path) -> Iterator[Row]:
     """Yield rows of a list of objects, or else one object a line."""
     with _open(path) as file:
-        start = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()
-        file.seek(0)
-        if not start.startswith(b"["):
+        start = file.tell()
+        is_list = file.read(1024).lstrip().startswith(b"[")
+        file.seek(start)
+        if not is_list:
             yield from _lines(path, file)
             return
         if len(content := file.read(MAX_LIST + 1)) > MAX_LIST:
             raise DataError(f"{path}: a list longer than {MAX_LIST >> 20} MiB; make it JSONL, one object a line")
-        values = _parsed(content.removeprefix(codecs.BOM_UTF8), str(path))
+        values = _parsed(content, str(path))
     for number, value in enumerate(values, start=1):
         yield Row(f"{path}, entry", number, _object(value, f"{path}, entry {number}"))
-
-
-def _jsonl(path: Path) -> Iterator[Row]:
-    with _open(path) as file:
-        yield from _lines(path, file)
 
 
 def _lines(path: Path, file: BinaryIO) -> Iterator[Row]:
@@ -108,8 +93,6 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[Row]:
         where = f"{path}, line {number}"
         if len(line) > MAX_LINE:
             raise DataError(f"{where}: longer than {MAX_LINE >> 20} MiB; is this JSONL, one object a line?")
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
             yield Row(f"{path}, line", number, _object(_parsed(line, where), where))
 
@@ -196,5 +179,5 @@ def _batches(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
             yield Row(f"{path}, row", number, row)
 
 
-FORMATS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".pq": _parquet}
+FORMATS = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".pq": _parquet}
 SUFFIXES = (*FORMATS, ".jsonl.gz", ".json.gz", ".csv.gz")

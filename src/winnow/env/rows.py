@@ -25,8 +25,9 @@ MAX_UNCOUNTED_ROWS = 10_000_000
 def read_rows(paths: str | Sequence[str], split: str, subset: str | None) -> Iterator[Row]:
     """Yield all rows of one or several sources, in order.
 
-    A source is a file in a format of `row_files.FORMATS`, a glob of such files, `made:` and a name in `made.MADE`, a
-    directory of `Dataset.save_to_disk`, or a directory or hub name for `datasets.load_dataset`. Raises DataError.
+    A source is a file in a format of `row_files.FORMATS`, a glob of such files, `made:` and a name in
+    `synthetic_data.MADE`, a directory of `Dataset.save_to_disk`, or a directory or hub name for
+    `datasets.load_dataset`. Raises DataError.
     """
     empty = True
     for source in [paths] if isinstance(paths, str) else paths:
@@ -138,7 +139,7 @@ def rows_of(data: Iterable[Any], name: str) -> Iterator[Row]:
 
 def _one_by_one(data: Any) -> Iterator[Any]:
     """Yield the rows; for a table without making objects of all of them at once."""
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+    if hasattr(data, "iloc") and hasattr(data, "columns"):
         for start in range(0, len(data), BATCH):
             for values in data.iloc[start : start + BATCH].to_dict("records"):
                 yield {name: _of_cell(value) for name, value in values.items()}

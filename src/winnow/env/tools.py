@@ -29,10 +29,9 @@ from .base import OverlappingEnv, RewardFn, StepResult, Task
 from .private import private
 from .prompt_store import changed
 from .prompting import NextMessages
-from .workers.calls import Deadlines, shared_calls
+from .workers.calls import Deadlines, noticing_signals, shared_calls
 from .workers.functions import describe_error, function_name
 from .workers.remote import EnvLostError
-from .workers.signals import noticing_signals
 from .workers.worker import WorkerError
 
 Tool = Callable[..., Any]

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from ..env.chat import messages_in
 from ..env.dataset import DatasetConfig, DatasetTask
 from ..env.prompt_columns import TOOLS, VALUES, is_empty, refuse_pictures
 from ..env.prompt_store import Store
@@ -60,10 +61,9 @@ class TrlRows(DatasetTask):
         value = row.values.get("prompt")
         if isinstance(value, str):
             return value, None
-        if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
-            return None, tuple({k: v for k, v in message.items() if v is not None} for message in value)
-        if self._environments:
-            return None, None
+        messages = messages_in(value)
+        if messages is not None or self._environments:
+            return None, messages
         if "prompt" not in row.values:
             raise DataError(f"{row.where}: no column 'prompt' (columns: {', '.join(sorted(row.values))}); rename one")
         raise DataError(f"{row.where}: 'prompt' must be text or a list of messages, not {value!r:.60}")

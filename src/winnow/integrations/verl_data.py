@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..env.chat import messages_in
 from ..env.dataset import DatasetConfig, DatasetTask
 from ..env.prompt_store import Store
 from ..env.row_files import DataError, Row
@@ -42,22 +43,13 @@ class VerlRows(DatasetTask):
                 has = ", ".join(sorted(row.values))
                 raise DataError(f"{row.where}: no column '{self._prompt_key}' (columns: {has}); set data.prompt_key")
             text = prompt if isinstance(prompt, str) else None
-            if text is None and not _is_chat(prompt):
+            messages = messages_in(prompt)
+            if text is None and messages is None:
                 raise DataError(f"{row.where}: '{self._prompt_key}' must be text or messages, not {prompt!r:.60}")
-            messages = None if text is not None else tuple(_filled(message) for message in prompt or ())
             identity = {name: row.values[name] for name in IDENTITY if name in row.values}
             store.add(Row(row.place, row.number, identity), _own_id(row.values), text, messages)
         store.finish(may_repeat=True)
         return store
-
-
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(isinstance(m, Mapping) and "role" in m for m in prompt)
-
-
-def _filled(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without the keys that only other rows fill."""
-    return {key: value for key, value in message.items() if value is not None}
 
 
 def _own_id(values: Mapping[str, Any]) -> str | None:

@@ -21,8 +21,8 @@ from ..engine.pretrained import located
 from ..engine.skeleton import as_zeros, in_files, unloaded
 from ..engine.template import with_template
 from ..env.base import Task
-from ..env.rewards.overlong import SoftOverlong
 from ..env.rewards.rewarder import Rewarder, RewardSpec
+from ..env.rewards.simple import SoftOverlong
 from ..env.rewards.workers import RewardWorkers
 from ..learner import Learner, Policy
 from ..learner.adapters import adapted

@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass
 from ..base.files import digest
 from ..config.options import CHECKED
 from ..env.base import OverlappingEnv, RewardFn, StepResult
+from ..env.chat import with_text
 from ..env.dataset import DatasetConfig, DatasetTask
 from ..env.prompt_store import changed
 from ..env.workers.calls import converted
@@ -141,4 +142,4 @@ def _instructed(prompt: Prompt, instruction: str) -> Prompt:
     if prompt.messages is None:
         return replace(prompt, text=f"{prompt.text}{instruction}")
     *before, last = prompt.messages
-    return replace(prompt, messages=(*before, {**last, "content": f"{last['content']}{instruction}"}))
+    return replace(prompt, messages=(*before, with_text(last, instruction)))

@@ -120,21 +120,21 @@ class ReasoningGym(OneTurn):
 
     def _draw(self, pool: WorkerPool, part: str, wanted: int, excluded: Collection[str]) -> list[Prompt]:
         """Draw prompts with different questions, excluding those in `excluded`."""
+        if not wanted:
+            return []
         source = self._source(f"{part}/{self.config.seed}", wanted * MAX_REPEATS)
         prompts: list[Prompt] = []
         seen = set(excluded)
-        for index, entry in _entries(pool, source) if wanted else ():
+        for index, entry in _entries(pool, source):
             if entry["question"] not in seen:
                 seen.add(entry["question"])
                 prompts.append(self._prompt(len(prompts), entry, source | {"index": index}))
             if len(prompts) == wanted:
                 return prompts
-        if wanted:
-            raise ValueError(
-                f"reasoning_gym: {wanted} different {part} questions wanted, but {self.config.task} gave only "
-                f"{len(prompts)}; lower {part}_size or set options that make it larger"
-            )
-        return prompts
+        raise ValueError(
+            f"reasoning_gym: {wanted} different {part} questions wanted, but {self.config.task} gave only "
+            f"{len(prompts)}; lower {part}_size or set options that make it larger"
+        )
 
     def _prompt(self, ordinal: int, entry: Mapping[str, Any], source: dict[str, Any]) -> Prompt:
         question = entry["question"]

@@ -58,12 +58,11 @@ class PendingRewards:
         self.logs.metrics, self.logs.extra = result["metrics"], result["extra"]
         value = result["value"]
         if isinstance(value, list):
-            value = [_failed(v[FAILED]) if isinstance(v, dict) and v.keys() == {FAILED} else v for v in value]
+            value = [
+                WorkerError("raised", str(v[FAILED])) if isinstance(v, dict) and v.keys() == {FAILED} else v
+                for v in value
+            ]
         return read_scores(value, n)
-
-
-def _failed(cause: Any) -> WorkerError:
-    return WorkerError("raised", str(cause))
 
 
 @dataclass(eq=False)

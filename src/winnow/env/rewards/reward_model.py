@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ...base.errors import ConfigError
 from ...base.weights import weights_digest, without_embedding
 from ...types import Message
-from ..chat import applied, is_begun
+from ..chat import applied, is_begun, with_text
 from ..prompting import tokenizer_digest
 
 TOKENS_AT_ONCE = 16_384
@@ -55,15 +56,15 @@ class RewardModel:
             )
         self.model.eval()
         self.__name__ = Path(self.source).name or type(self.model).__name__
-        self._digest = self._of_content() if device is None else ""
+        self._digest = ""
         if device is None:
+            self._digest = self.digest()
             self.model = None
 
     def digest(self) -> str:
         """Return a SHA-256 that changes with the weights, the vocabulary or the chat template."""
-        return self._digest or self._of_content()
-
-    def _of_content(self) -> str:
+        if self._digest:
+            return self._digest
         content = weights_digest(self.model.state_dict()) + tokenizer_digest(self.tokenizer)
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -105,12 +106,9 @@ class RewardModel:
     @torch.inference_mode()
     def _scores(self, rows: Sequence[list[int]]) -> list[float]:
         """Return scores; rows are padded on the right, because models read the last token that is not padding."""
-        longest, device = max(map(len, rows)), self.model.device
-        ids_BT = torch.full((len(rows), longest), self.tokenizer.pad_token_id, device=device)
-        mask_BT = torch.zeros_like(ids_BT)
-        for i, ids in enumerate(rows):
-            ids_BT[i, : len(ids)] = torch.tensor(ids, device=device)
-            mask_BT[i, : len(ids)] = 1
+        ids = [torch.tensor(row, device=self.model.device) for row in rows]
+        ids_BT = pad_sequence(ids, batch_first=True, padding_value=self.tokenizer.pad_token_id)
+        mask_BT = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
         scores: list[float] = self.model(input_ids=ids_BT, attention_mask=mask_BT).logits[:, 0].float().tolist()
         return scores
 
@@ -120,7 +118,7 @@ def _conversation(prompt: Sequence[Message], completion: Sequence[Message]) -> l
     if not completion or not is_begun(prompt):
         return [*prompt, *completion]
     begun, first = prompt[-1], completion[0]
-    turn = {**begun, **first, "content": f"{begun['content']}{first.get('content') or ''}"}
+    turn = {**begun, **first, "content": with_text(begun, first.get("content") or "")["content"]}
     return [*prompt[:-1], turn, *completion[1:]]
 
 

@@ -24,7 +24,7 @@ from ...base.sanitize import redact
 from ...config.errors import reward_hint
 from ...types import Fate, Group, Rollout
 from ..private import private
-from ..workers.calls import Deadlines
+from ..workers.calls import Deadlines, noticing_signals
 from ..workers.functions import (
     LOGGERS,
     VERL_ARGUMENTS,
@@ -33,11 +33,11 @@ from ..workers.functions import (
     compares_siblings,
     describe_error,
     function_name,
+    is_own,
     load_function,
     parameters_of,
     resolved,
 )
-from ..workers.signals import noticing_signals
 from ..workers.worker import WorkerError
 from .pending import PendingRewards, RewardFunction, ScoredGroup, unique_names
 from .pooled import PooledReward, arguments_each, verl_arguments
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 BUILTIN = {
     "countdown": "winnow.tasks.countdown:countdown_reward",
     "math": "winnow.env.rewards.math:math_reward",
-    "exact": "winnow.env.rewards.exact:exact_answer",
+    "exact": "winnow.env.rewards.simple:exact_answer",
 }
 """Plain name -> reward function."""
 NO_SIGNALS = (
@@ -147,7 +147,7 @@ class Rewarder:
     def in_threads(self) -> list[str]:
         """Return the names of user functions that run in a thread of this process."""
         called = [(f.name, f.call) for f in self._functions if f.call is not None and f.model is None]
-        return [name for name, call in called if not (_is_async(call) or _built_in(call))]
+        return [name for name, call in called if not (_is_async(call) or is_own(call))]
 
     def fingerprint(self) -> str:
         """Return the names of the functions; a reward model's with a digest of its weights."""
@@ -235,7 +235,7 @@ class Rewarder:
             return self._by_name(spec, weight)
         if not callable(spec):
             raise ValueError(f"reward_funcs: expected a function or its name, got {spec!r}")
-        if self._workers.sandbox and not _built_in(spec):
+        if self._workers.sandbox and not is_own(spec):
             raise ValueError(
                 f"reward_sandbox: {function_name(spec)} was given as a Python object, which runs in this process; give "
                 "it by name: 'module:function' or 'path/to/file.py:function'"
@@ -255,7 +255,8 @@ class Rewarder:
                 "'owner/model' of the hub"
             )
         try:
-            known = self._pool.call("winnow.env.workers.functions:inspect_function", {"target": target}).result()
+            inspect_function = "winnow.env.workers.functions:inspect_function"
+            known = self._pool.call(inspect_function, {"target": target}, called=target).result()
         except WorkerError as error:
             raise TargetError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
         if set(VERL_ARGUMENTS) <= set(known["parameters"]):
@@ -387,7 +388,3 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 def _target_of(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
-
-
-def _built_in(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ...base.dotted import nearest
+from ...base.dotted import did_you_mean
 from ...base.errors import ConfigError
 from ...types import Group, Message, Prompt, Rollout
 from ..prompting import NextMessages
@@ -19,20 +19,15 @@ SAMPLED = ("prompts", "completions", "completion_ids", "environments")
 """Arguments, other than columns, with one entry for each rollout."""
 STANDARD = (*SAMPLED, "trainer_state", *LOGGERS)
 """Arguments that are not columns."""
-PLURALS = {"prompt": "prompts", "completion": "completions"}
-"""Common misnomers of arguments, with no other meaning -> their names."""
 MAX_REWARD = 1e30
 """Larger rewards (or NaN) would overflow in statistics: a failure of the function."""
 
 
 def arguments_of(group: Group, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return TRL's arguments: lists with one entry a rollout, columns repeated."""
+    """Return TRL's arguments: lists with one entry a rollout, columns repeated. The values are the prompt's own."""
     prompt, n = group.prompt, len(rollouts)
     arguments: dict[str, Any] = {name: [value] * n for name, value in prompt.columns.items()}
-    if prompt.messages is None:
-        arguments["prompts"] = [prompt.text] * n
-    else:
-        arguments["prompts"] = [[dict(m) for m in prompt.messages] for _ in rollouts]
+    arguments["prompts"] = [prompt.text if prompt.messages is None else list(prompt.messages)] * n
     arguments["completions"] = [completion_of(prompt, r) for r in rollouts]
     arguments["completion_ids"] = [r.token_ids.tolist() for r in rollouts]
     return arguments
@@ -76,16 +71,10 @@ def check_columns(function: str, accepted: Mapping[str, bool], columns: Collecti
             f"columns; if it makes the reward function, call it in a file, `mine = {function}(...)`, and give "
             "that by name: 'my_rewards.py:mine'"
         )
-    if not missing:
-        return
-    if (plural := PLURALS.get(missing[0])) is not None:
-        raise ConfigError(
-            f"reward {function}: '{missing[0]}' is no argument or column; write '{plural}', a list with one entry "
-            "for each rollout"
-        )
-    has = ", ".join(sorted(columns)) or "none"
-    hint = nearest(missing[0], list(columns)).split(" It has")[0]
-    raise ConfigError(f"reward {function} needs a column '{missing[0]}', but the data has: {has}.{hint}")
+    if missing:
+        has = ", ".join(sorted(columns)) or "none"
+        hint = did_you_mean(missing[0], [*columns, *SAMPLED])
+        raise ConfigError(f"reward {function} needs a column '{missing[0]}', but the data has: {has}.{hint}")
 
 
 def read_scores(value: Any, n: int) -> list[Outcome]:

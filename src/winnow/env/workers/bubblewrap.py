@@ -93,16 +93,6 @@ def util_linux(name: str) -> str:
     return path
 
 
-def advice(why: str) -> str:
-    """Return the remedy for a sandbox that did not start, derived from its message."""
-    if "uid map" in why or "namespace" in why.lower() or "Operation not permitted" in why or "unshare" in why:
-        return (
-            " (unprivileged user namespaces are needed: sysctl kernel.unprivileged_userns_clone, "
-            "kernel.apparmor_restrict_unprivileged_userns, user.max_user_namespaces)"
-        )
-    return ""
-
-
 def _installation(python: str) -> list[str]:
     """Return the directories outside /usr that an interpreter needs."""
     if not os.access(python, os.X_OK):

@@ -11,11 +11,13 @@ import asyncio
 import contextlib
 import math
 import queue
+import signal
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future, InvalidStateError
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -291,3 +293,29 @@ async def _run(call: _Call, timeout_s: float) -> None:
         call.fail(TimeoutError(str(error) or f"took over {timeout_s:g} s"))
     except BaseException as error:
         call.fail(error)
+
+
+_notice: ContextVar[Callable[[], None] | None] = ContextVar("notice", default=None)
+_set_handler = signal.signal
+
+
+@contextlib.contextmanager
+def noticing_signals(notice: Callable[[], None]) -> Iterator[None]:
+    """Call `notice` when the code inside calls `signal.signal`, which Python refuses outside the main thread.
+
+    User code that sets a handler (math-verify's own timeouts, `signal.alarm` in a tool) often catches the error and
+    returns a wrong answer.
+    """
+    signal.signal = _noticed
+    token = _notice.set(notice)
+    try:
+        yield
+    finally:
+        _notice.reset(token)
+
+
+def _noticed(signalnum: Any, handler: Any) -> Any:
+    notice = _notice.get()
+    if notice is not None:
+        notice()
+    return _set_handler(signalnum, handler)

@@ -47,11 +47,15 @@ def compares_siblings(function: Any) -> bool | None:
     """Return the mark `compares_siblings` of a reward function; None without one."""
     while isinstance(function, partial):
         function = function.func
-    own = str(getattr(function, "__module__", "")).startswith("winnow.")
-    mark = getattr(function, "compares_siblings", False if own else None)
+    mark = getattr(function, "compares_siblings", False if is_own(function) else None)
     if not isinstance(mark, bool | None):
         raise TargetError(f"reward {function_name(function)}: compares_siblings must be True or False ({mark!r})")
     return mark
+
+
+def is_own(function: Any) -> bool:
+    """Return whether Winnow defines a function, not its user."""
+    return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def function_name(function: Any) -> str:

@@ -119,9 +119,7 @@ _hosted: dict[int, Env] = {}
 
 def host_reset(serial: int, target: str, kwargs: dict[str, Any]) -> str | None:
     env = _hosted[serial] = awaited(load_function(target)(**kwargs))
-    observation = awaited(env.reset())
-    if not isinstance(observation, str | None):
-        raise TypeError(f"reset() must return a text or None, not {type(observation).__name__}")
+    observation: str | None = awaited(env.reset())
     return observation
 
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from ...base.child import Child, GroupProcess
-from .bubblewrap import SandboxError, advice, bubblewrapped, slot_user, temporary, util_linux
+from .bubblewrap import SandboxError, bubblewrapped, slot_user, temporary, util_linux
 from .seccomp import program
 
-MAX_OUTPUT_BYTES = 1_000_000
+LARGEST_VALUE = 1_000_000
 """Largest value of an option; beyond it the system's calls for times and limits overflow."""
 
 
@@ -63,8 +63,8 @@ class SandboxOptions:
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "memory_mb", "processes", "disk_mb", "files", "max_output", "slots"):
-            if not 0 < getattr(self, name) <= MAX_OUTPUT_BYTES:
-                raise ValueError(f"sandbox: {name} must lie in (0, {MAX_OUTPUT_BYTES:,}], not {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= LARGEST_VALUE:
+                raise ValueError(f"sandbox: {name} must lie in (0, {LARGEST_VALUE:,}], not {getattr(self, name)}")
         if self.unsafe and self.python != SandboxOptions.python:
             raise ValueError("sandbox: unsafe programs run in Winnow's own interpreter; remove python, or unsafe")
 
@@ -144,7 +144,11 @@ class Sandbox:
             raise SandboxError("the sandbox was closed")
         if not o.unsafe and (status := process.reported("exit-code")) is None:
             why = stderr.strip()[-300:] or "it was killed"
-            raise SandboxError(f"sandbox: could not be started: {why}{advice(why)}")
+            raise SandboxError(
+                f"sandbox: could not be started: {why} (it needs unprivileged user namespaces: sysctl "
+                "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns, "
+                "user.max_user_namespaces)"
+            )
         assert status is not None
         return Outcome(stdout, stderr, status if status >= 0 else 128 - status)
 

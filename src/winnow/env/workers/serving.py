@@ -32,6 +32,7 @@ def main() -> None:
 def _serve_one(request: dict[str, Any], reply: Callable[[str], None]) -> None:
     serial, call = request["id"], request["call"]
     try:
+        load_function(call["load"])
         function = load_function(call["target"])
         reply(json.dumps({"id": serial, "loaded": True}))
         result = awaited(function(**call["kwargs"]))

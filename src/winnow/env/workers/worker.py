@@ -4,8 +4,8 @@ A worker is for code that may hang, crash or fill its memory, such as verifiers 
 sandbox: it runs as the same user. It cannot stop the parent, or run code in it: the two exchange JSON lines over pipes,
 sizes are capped, and the parent kills the worker's process group at the deadline.
 
-    parent -> worker   {"id": 7, "call": {"target": "module:function", "kwargs": {...}}}
-    worker -> parent   {"id": 7, "loaded": true}            the function is imported; its deadline starts now
+    parent -> worker   {"id": 7, "call": {"load": "module:function", "target": "module:function", "kwargs": {...}}}
+    worker -> parent   {"id": 7, "loaded": true}            both are imported; the deadline of the call starts now
                        {"id": 7, "result": ..., "unset": ["A_KEY"]} or {"id": 7, "error": "ValueError: ..."}
 
 A worker sees a small environment without secrets. The tail of its prints is quoted when it crashes. It ends with its
@@ -85,12 +85,14 @@ class WorkerPool:
         _open_pools.add(self)
 
     def call(self, target: str, kwargs: Mapping[str, Any], *, called: str = "") -> Future[Any]:
-        """Queue `target(**kwargs)`; the future holds its JSON result or raises WorkerError, which names `called`.
+        """Queue `target(**kwargs)`; the future holds its JSON result or raises WorkerError.
 
-        Raises TypeError when `kwargs` is not JSON, RuntimeError when the pool is closed.
+        `called`: the user's function by name, if `target` calls it. Its import is no part of `timeout_s` either, and
+        WorkerError names it. Raises TypeError when `kwargs` is not JSON, RuntimeError when the pool is closed.
         """
-        body = json.dumps({"target": target, "kwargs": dict(kwargs)}, default=json_default)
-        job = _Job(target, body, called or target)
+        called = called or target
+        body = json.dumps({"load": called, "target": target, "kwargs": dict(kwargs)}, default=json_default)
+        job = _Job(body, called)
         with self._lock:
             if self._closed:
                 raise RuntimeError("WorkerPool: the pool is closed")
@@ -144,9 +146,9 @@ class WorkerPool:
 
 
 class _Job(Owed):
-    def __init__(self, target: str, body: str, called: str) -> None:
+    def __init__(self, body: str, called: str) -> None:
         super().__init__()
-        self.target, self.body, self.called = target, body, called
+        self.body, self.called = body, called
 
 
 class _Worker:
@@ -170,13 +172,13 @@ class _Worker:
         child.stderr.clear()
         self._serial += 1
         request = f'{{"id": {self._serial}, "call": {job.body}}}\n'.encode()
-        start_s = timeout_s if job.target in self._imported else START_TIMEOUT_S
+        start_s = timeout_s if job.called in self._imported else START_TIMEOUT_S
         late = f"could not be imported in {start_s:g} s"
         deadline = time.monotonic() + start_s
         try:
             child.send(request, deadline)
             self._expect("loaded", child, deadline)
-            self._imported.add(job.target)
+            self._imported.add(job.called)
             late = f"took over {timeout_s:g} s"
             result = self._expect("result", child, time.monotonic() + timeout_s)
             child.read_ready()

@@ -98,7 +98,7 @@ class AgentEnv:
         self._address = endpoint.open(self.ask)
         self._lock = threading.Lock()
         self._next = Owed()
-        """What the policy waits for: a request as an observation, or the agent's end."""
+        """What the policy waits for: a request as an observation, or the agent's return or error."""
         self._waiting: deque[Request] = deque()
         self._with_policy: Request | None = None
         self._requests: list[Request] = []
@@ -252,14 +252,9 @@ class AgentEnv:
             for owed in (self._next, *(request.reply for request in self._requests)):
                 owed.fail(OverError())
 
-    async def _next_request(self) -> NextMessages | Returned:
-        """Return the agent's next request: its messages after the last answer, or all of them. Raises its error."""
-        request: NextMessages | Returned = await asyncio.wrap_future(self._next.future)
-        return request
-
     async def _first(self) -> str | None:
         try:
-            request = await self._next_request()
+            request: NextMessages | Returned = await asyncio.wrap_future(self._next.future)
         except asyncio.CancelledError:  # its time is over
             waited = f"took over {self._deadlines.timeout_s:g} s without asking the policy anything"
             raise TimeoutError(f"{self.label} {waited}{self._unasked}") from None
@@ -268,7 +263,7 @@ class AgentEnv:
         return request
 
     async def _after(self, action: str | None, message: Message | None) -> StepResult:
-        request = await self._next_request()
+        request: NextMessages | Returned = await asyncio.wrap_future(self._next.future)
         if not isinstance(request, Returned):
             return StepResult(request, action=action, message=message)
         return StepResult(None, self._reward(request.value), done=True, action=action, message=message)

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -35,7 +35,10 @@ MOST_FILES = 65_536
 STALLED_S = 30
 """Seconds without a byte after which a connection is closed."""
 SHARED = "rollouts run at the same time and share os.environ and global clients"
-ROUTES = "there is only /v1/chat/completions"
+NO_ADDRESS = (
+    "no such address: there is only /v1/chat/completions. Or its rollout has ended: "
+    f"{SHARED}, so give each client its own base_url"
+)
 
 
 class OverError(RuntimeError):
@@ -204,14 +207,14 @@ class _Request(BaseHTTPRequestHandler):
         elif self._ask(f"/v1/models/{MODEL}") is not None:
             self._json(200, model)
         else:
-            self._refuse(404, self._no_address())
+            self._refuse(404, NO_ADDRESS)
 
     def do_POST(self) -> None:
         self.client = None
         ask = self._ask("/v1/chat/completions")
         if ask is None:  # before reading a stranger's data
             self.close_connection = True
-            return self._refuse(404, self._no_address())
+            return self._refuse(404, NO_ADDRESS)
         size = self.headers.get("Content-Length", "")
         if not size.isdecimal() or len(size) > len(str(MAX_BODY_BYTES)) or int(size) > MAX_BODY_BYTES:
             self.close_connection = True
@@ -237,8 +240,9 @@ class _Request(BaseHTTPRequestHandler):
             return None
         self.client = client
         if not given.get("stream"):
-            return self._json(200, _completion(answer))
-        self._events(_chunks(answer))
+            return self._json(200, _completion(answer, streamed=False))
+        event = json.dumps(_completion(answer, streamed=True)).encode()
+        self._send(200, "text/event-stream", b"data: " + event + b"\n\ndata: [DONE]\n\n")
         self.client = None  # it may stop reading
 
     def _warn_of(self, given: dict[str, Any]) -> None:
@@ -252,31 +256,15 @@ class _Request(BaseHTTPRequestHandler):
             server.warn(name, text=f"{text}: give base_url to each client")
 
     def _ask(self, route: str) -> Ask | None:
-        secret, rest = self._parts()
-        ask = self.server.ask_at(secret)
-        return ask if rest == route else None
-
-    def _parts(self) -> tuple[str, str]:
-        """Return the secret and the route."""
         secret, slash, rest = self.path.partition("?")[0].lstrip("/").partition("/")
-        return secret, slash + rest
-
-    def _no_address(self) -> str:
-        secret, route = self._parts()
-        if secret in self.server.asks:
-            return f"no such address ({route}); {ROUTES}"
-        return f"no such address, or its rollout has ended: {SHARED}, so give each client its own base_url; {ROUTES}"
+        ask = self.server.ask_at(secret)
+        return ask if slash + rest == route else None
 
     def _refuse(self, status: int, message: str) -> None:
         self._json(status, {"error": {"message": message, "type": "invalid_request_error", "code": status}})
 
     def _json(self, status: int, value: Any) -> None:
         self._send(status, "application/json", json.dumps(value).encode())
-
-    def _events(self, chunks: Iterator[dict[str, Any]]) -> None:
-        """Send all events at once: the answer is already complete."""
-        body = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
-        self._send(200, "text/event-stream", body)
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -287,17 +275,6 @@ class _Request(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the console is the user's."""
-
-
-def _envelope(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-    name = f"chatcmpl-{secrets.token_hex(8)}"
-    return {
-        "id": name,
-        "object": kind,
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [{"index": 0, **choice}],
-    }
 
 
 def _secret(base_url: str) -> str:
@@ -314,15 +291,16 @@ def _retried(count: str | None) -> bool | None:
     return None if count is None else count != "0"
 
 
-def _completion(answer: Answer) -> dict[str, Any]:
-    completion = _envelope("chat.completion", {"message": wire(answer.message), "finish_reason": answer.reason})
-    return completion | {"usage": answer.usage}
-
-
-def _chunks(answer: Answer) -> Iterator[dict[str, Any]]:
-    delta = wire(answer.message)
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-    yield _envelope("chat.completion.chunk", {"delta": delta, "finish_reason": None})
-    end = _envelope("chat.completion.chunk", {"delta": {}, "finish_reason": answer.reason})
-    yield end | {"usage": answer.usage}
+def _completion(answer: Answer, *, streamed: bool) -> dict[str, Any]:
+    """Return an answer in the form of OpenAI's API: whole, or as the only event of a stream."""
+    message = wire(answer.message)
+    if streamed and "tool_calls" in message:
+        message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion.chunk" if streamed else "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [{"index": 0, "delta" if streamed else "message": message, "finish_reason": answer.reason}],
+        "usage": answer.usage,
+    }

@@ -16,8 +16,6 @@ from ...env.workers.functions import resolved
 
 BLOCKED_S = 1.0
 """Seconds in which no agent starts on the shared loop, after which those that wait for it get a loop each."""
-LONGEST_S = 60.0
-"""Seconds after which an agent gets a loop of its own although others start meanwhile."""
 
 
 class AgentLoop:
@@ -69,9 +67,8 @@ class AgentLoop:
         began = time.monotonic()
         left = BLOCKED_S
         while not started.wait(left):
-            now = time.monotonic()
-            left = BLOCKED_S - (now - max(began, self._latest_start))
-            if left <= 0 or now - began > LONGEST_S:
+            left = BLOCKED_S - (time.monotonic() - max(began, self._latest_start))
+            if left <= 0:
                 return False
         return True
 

@@ -46,8 +46,6 @@ class VerifiersConfig:
     def __post_init__(self) -> None:
         if self.test_size < 0 or (self.test_size >= 1 and self.test_size != int(self.test_size)):
             raise ValueError(f"verifiers: test_size must be a share below 1 or a whole number, got {self.test_size}")
-        if self.max_turns < 1:
-            raise ValueError(f"verifiers: max_turns must be at least 1, not {self.max_turns}")
 
     def build(self) -> AgentTask:
         """Return the task. Raises ValueError if verifiers refuses it, has several agents, or has no end."""
@@ -101,8 +99,9 @@ class Tasks(OneTurn):
         self.config = config
         keys = [str(prompt.columns["key"]) for prompt in prompts]
         held = int(config.test_size if config.test_size >= 1 else config.test_size * len(keys))
-        if held >= len(keys):
-            raise ValueError(f"verifiers: test_size {config.test_size} leaves none of {len(keys)} tasks to train on")
+        fewest = 1 if config.test_size else 0
+        if not fewest <= held < len(keys):
+            raise ValueError(f"verifiers: test_size {config.test_size} would hold out {held} of {len(keys)} tasks")
         chosen = set(sorted(keys, key=lambda key: hashlib.sha256(f"{config.seed} {key}".encode()).digest())[:held])
         names = Counter(p.id for p in prompts)
         train: list[Prompt] = []

@@ -5,10 +5,10 @@ $WINNOW_CACHE/<kind of game>/walks/<card and how it is walked>.json; each kind k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
@@ -21,7 +21,6 @@ from .react import Style
 
 Card = dict[str, Any]
 """Card of a game: data for playing it and for its prompts; `id`, `words`, and `file`, the card's own path."""
-Drawn = TypeVar("Drawn")
 
 MAKE_TIMEOUT_S = 300.0
 MAX_REPEATS = 4
@@ -33,6 +32,8 @@ DEMONSTRATIONS = 8
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class GameOptions:
     name: ClassVar[str]
+    format: ClassVar[int]
+    """Version of stored files."""
     seed: int = 0
     max_turns: PositiveInt = 30
     max_turn_length: PositiveInt | None = None
@@ -66,44 +67,51 @@ def kept_values(
 
 
 def cards_of(
+    config: GameOptions,
     pool: WorkerPool,
     function: str,
     asked: Sequence[Mapping[str, Any]],
-    files: Sequence[Path],
+    keys: Sequence[list[Any]],
     intact: Callable[[Any], bool],
 ) -> list[Card]:
-    """Return cards as `kept_values` does, equal ones once, without those of draws that gave no game."""
-    values = kept_values(pool, function, asked, files, intact)
+    """Return the card stored under each key, equal ones once, without those of seeds that gave no game.
+
+    A `function` of the game's `games` writes missing and damaged ones as `asked`.
+    """
+    files = [kept(config.name, "cards", [config.format, *key]) for key in keys]
+    values = kept_values(pool, f"{config.name}.games:{function}", asked, files, intact)
     cards = [card | {"file": str(file)} for card, file in zip(values, files, strict=True)]
     return list({card["id"]: card for card in cards if card["id"] is not None}.values())
 
 
-def walks_of(config: GameOptions, format: int, cards: Sequence[str]) -> list[list[list[str]]]:
+def walks_of(config: GameOptions, cards: Sequence[str]) -> list[list[list[str]]]:
     """Return demonstrations of each card file's game, each `[command, observation, command, ...]`."""
     how = {"count": DEMONSTRATIONS, "noise": config.demo_noise, "max_turns": config.max_turns}
-    files = [kept(config.name, "walks", [format, card, how]) for card in cards]
+    files = [kept(config.name, "walks", [config.format, card, how]) for card in cards]
     with making(config.name, config.workers, MAKE_TIMEOUT_S) as pool:
         return kept_values(pool, f"{config.name}.games:demonstrate", [{"card": card, **how} for card in cards], files)
 
 
 def different(
     config: GameOptions,
+    pool: WorkerPool,
     part: str,
     wanted: int,
-    drawn: Iterator[Drawn],
-    make: Callable[[list[Drawn]], list[Card]],
-    told: Callable[[Card], Any],
-    shown: Collection[Any],
+    asked: Iterator[Mapping[str, Any]],
+    intact: Callable[[Any], bool],
+    accepts: Callable[[Card], bool],
     remedy: str,
 ) -> list[Card]:
-    """Return `wanted` games with different ids, excluding those whose beginning (`told`) is in `shown`.
+    """Return `wanted` games with different ids, only those for which `accepts` returns True.
 
-    `make` makes games from draws, at most MAX_REPEATS for each one wanted. Raises ValueError when they run out.
+    Each is made from the next of the arguments `asked`, at most MAX_REPEATS for each one wanted. Raises ValueError if
+    these give too few.
     """
-    tries = islice(drawn, wanted * MAX_REPEATS)
+    tries = islice(asked, wanted * MAX_REPEATS)
     cards: dict[str, Card] = {}
     while len(cards) < wanted and (batch := list(islice(tries, wanted - len(cards)))):
-        cards |= {card["id"]: card for card in make(batch) if told(card) not in shown}
+        made = cards_of(config, pool, "generate", batch, [[each] for each in batch], intact)
+        cards |= {card["id"]: card for card in made if accepts(card)}
     if len(cards) < wanted:
         size = "train_size" if part == "train" else "test_size"
         raise ValueError(

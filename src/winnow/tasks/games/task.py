@@ -27,8 +27,6 @@ class GameTask(ABC):
 
     stop: tuple[str, ...] = ()
     rewards_itself = True
-    format: int
-    """Version of stored files."""
 
     def __init__(self, config: GameOptions, train: Sequence[Card], test: Sequence[Card]) -> None:
         self.config, self.name = config, config.name
@@ -54,14 +52,14 @@ class GameTask(ABC):
     def fingerprint(self) -> str:
         options = {k: v for k, v in asdict(self.config).items() if k not in ELSEWHERE}
         ids = [[p.id for p in part] for part in (self.train, self.test)]
-        return digest({"format": self.format, "games": ids, **options})
+        return digest({"format": self.config.format, "games": ids, **options})
 
     def demonstrations(self, seed: int) -> Iterator[tuple[str, list[str]]]:
         """Yield ways to win training games, with a share of random commands. Style `words` only."""
         if self.config.style != "words":
             raise ValueError(f"{self.name}: only style: words has demonstrations; use a pretrained model for react")
         prompts = self.train[: self.config.demo_size]
-        walks = walks_of(self.config, self.format, [self._files[p.id] for p in prompts])
+        walks = walks_of(self.config, [self._files[p.id] for p in prompts])
         shown = list(zip(prompts, walks, strict=True))
         rng = random.Random(f"{self.name}/demonstrations/{seed}")
         while True:

@@ -18,15 +18,13 @@ from pydantic.dataclasses import dataclass
 
 from ....base.files import sha256
 from ....config.options import CHECKED
-from ....env.workers.file_cache import kept, load_json, making
+from ....env.workers.file_cache import load_json, making
 from ....env.workers.worker import WorkerPool
 from ..library import MAKE_TIMEOUT_S, Card, GameOptions, cards_of, different
 from ..react import system_prompt
 from ..task import GameTask
 from .rooms import TASK_TYPES, TaskType, card_id
 
-FORMAT = 2
-"""Version of stored files."""
 ROLE = (
     "You act in a household. Your task is given at the start, together with all the places that you can go to. "
     "You find things by going to places and opening what is closed; you can carry one thing at a time."
@@ -67,6 +65,7 @@ class AlfworldConfig(GameOptions):
     """ALFWorld games: made over its floor plans, or read from a directory with its data."""
 
     name: ClassVar[str] = "alfworld"
+    format: ClassVar[int] = 2
     data: str | None = None
     """Directory filled by alfworld-download, with the splits train, valid_seen and valid_unseen."""
     split: Literal["valid_seen", "valid_unseen"] = "valid_seen"
@@ -93,8 +92,6 @@ class AlfworldConfig(GameOptions):
 
 class Alfworld(GameTask):
     """Task of ALFWorld games. Raises ValueError for too few games, or a file that is not one."""
-
-    format = FORMAT
 
     def __init__(self, config: AlfworldConfig) -> None:
         super().__init__(config, *games_of(config))
@@ -131,14 +128,12 @@ def _made(
     """Return `wanted` different games, of all task types in turn, excluding beginnings in `shown`."""
     size = (config.receptacles, config.objects)
     kinds = [kind for kind in TASK_TYPES if kind in config.task_types]
-    drawn = ((kind, f"{config.seed}/{i}") for i, kind in enumerate(cycle(kinds)))
-
-    def make(batch: list[tuple[TaskType, str]]) -> list[Card]:
-        asked = [{"part": part, "task_type": kind, "seed": seed, "size": size} for kind, seed in batch]
-        files = [kept("alfworld", "cards", [FORMAT, given]) for given in asked]
-        return cards_of(pool, "alfworld.games:generate", asked, files, _intact)
-
-    return different(config, part, wanted, drawn, make, _told, shown, "raise receptacles or objects")
+    asked = (
+        {"part": part, "task_type": kind, "seed": f"{config.seed}/{i}", "size": size}
+        for i, kind in enumerate(cycle(kinds))
+    )
+    remedy = "raise receptacles or objects"
+    return different(config, pool, part, wanted, asked, _intact, lambda card: _told(card) not in shown, remedy)
 
 
 def _told(card: Card) -> tuple[str, str]:
@@ -166,9 +161,8 @@ def _read(pool: WorkerPool, config: AlfworldConfig, root: Path, part: str, wante
     if not files and wanted != 0:
         raise ValueError(f"alfworld: no game.tw-pddl of these task_types in {root / part}; see alfworld-generate")
     asked = [{"path": str(file), "task_type": _task_type(file)} for file in files]
-    digests = [sha256(file) for file in files]
-    cards = [kept("alfworld", "cards", [FORMAT, d, a["task_type"]]) for d, a in zip(digests, asked, strict=True)]
-    return cards_of(pool, "alfworld.games:describe", asked, cards, _intact)
+    keys = [[sha256(file), given["task_type"]] for file, given in zip(files, asked, strict=True)]
+    return cards_of(config, pool, "describe", asked, keys, _intact)
 
 
 def _task_type(file: Path) -> str | None:

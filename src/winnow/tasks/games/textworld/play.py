@@ -57,10 +57,9 @@ class TextWorldEnv:
             return StepResult(self._shown(NOTHING), self._earned, action=command or "")
         raw, score = self.send(command)
         won, lost = WON in raw, LOST in raw
-        self._earned = score / self._card["max_score"] if self._reward == "score" else float(won)
-        info: dict[str, float] = {"score": score}
-        if (most := self._card["max_score"]) > 1:
-            info["progress"] = min(max(score / most, 0.0), 1.0)
+        most = self._card["max_score"]
+        self._earned = score / most if self._reward == "score" else float(won)
+        info = {"progress": min(max(score / most, 0.0), 1.0)} if most > 1 else {}
         return StepResult(self._shown(readable(raw)), self._earned, won or lost, info, command)
 
     def send(self, command: str) -> tuple[str, int]:
@@ -71,9 +70,6 @@ class TextWorldEnv:
         self._state = machine.get_state()
         self._score = int(dict(_EXTRA.findall(raw)).get("score", self._score))
         return _EXTRA.sub("", raw), self._score
-
-    def close(self) -> None:
-        self._state = None
 
     def _shown(self, text: str) -> str:
         return text if self._style == "react" else worded(text, self._vocabulary)

@@ -31,8 +31,6 @@ from .play import Reward
 
 Challenge = Literal["coin_collector", "treasure_hunter", "simple", "cooking", "custom"]
 
-FORMAT = 1
-"""Version of stored files."""
 TRAIN_SIZE, TEST_SIZE = 64, 16
 TEST_SHARE = 0.2
 GENERATE_TIMEOUT_S = 120.0
@@ -59,6 +57,7 @@ class TextWorldConfig(GameOptions):
     """TextWorld games, generated as by tw-make or read from a directory."""
 
     name: ClassVar[str] = "textworld"
+    format: ClassVar[int] = 1
     challenge: Challenge = "treasure_hunter"
     options: dict[str, Any] = field(default_factory=dict)
     """tw-make's options of that challenge, e.g. `{level: 5}`; of `custom`: nb_rooms, nb_objects, quest_length, ..."""
@@ -87,8 +86,6 @@ class TextWorld(GameTask):
     Its vocabulary is the words met on a stroll through every game; any other word of a game is shown as `<unk>`.
     """
 
-    format = FORMAT
-
     def __init__(self, config: TextWorldConfig) -> None:
         self._kind = config.challenge if config.games is None else "textworld"
         super().__init__(config, *games_of(config))
@@ -116,30 +113,25 @@ def games_of(config: TextWorldConfig) -> tuple[list[Card], list[Card]]:
 def _generated(pool: WorkerPool, config: TextWorldConfig, part: str, wanted: int, shown: Collection[str]) -> list[Card]:
     """Return `wanted` different games, excluding first observations in `shown`."""
     options = {"challenge": config.challenge, "options": config.options, "grammar": config.grammar}
-    folder = kept("textworld", "made", [FORMAT, options]).with_suffix("")
+    folder = kept("textworld", "made", [config.format, options]).with_suffix("")
     numbers = (hashlib.sha256(f"{part}/{config.seed}/{i}".encode()).digest() for i in count())
     seeds = (int.from_bytes(number[:4]) >> 1 for number in numbers)
-
-    def make(drawn: list[int]) -> list[Card]:
-        asked = [{**options, "seed": seed, "folder": str(folder / str(seed))} for seed in drawn]
-        files = [kept("textworld", "cards", [FORMAT, given]) for given in asked]
-        return cards_of(pool, "textworld.games:generate", asked, files, intact)
-
+    asked = ({**options, "seed": seed, "folder": str(folder / str(seed))} for seed in seeds)
     remedy = f"set options that make {config.challenge} larger"
-    return different(config, part, wanted, seeds, make, lambda card: card["first"], shown, remedy)
+    return different(config, pool, part, wanted, asked, intact, lambda card: card["first"] not in shown, remedy)
 
 
 def _split(pool: WorkerPool, config: TextWorldConfig, root: Path) -> tuple[list[Card], list[Card]]:
     """Split a user's games by their folders `train` and `test`, or at random."""
     if (root / "train").is_dir():
-        train, test = (_described(pool, root / part) for part in ("train", "test"))
+        train, test = (_described(pool, config, root / part) for part in ("train", "test"))
         both = {card["id"] for card in train} & {card["id"] for card in test}
         if both:
             path = next(card["path"] for card in test if card["id"] in both)
             raise ValueError(f"textworld: {path} is a training game too; remove it from one of the two folders")
         train, test = train[: config.train_size], test[: config.test_size]
     else:
-        games = _described(pool, root)
+        games = _described(pool, config, root)
         random.Random(f"textworld/{config.seed}").shuffle(games)
         held_out = round(TEST_SHARE * len(games)) if config.test_size is None else config.test_size
         test, shown = games[:held_out], {card["first"] for card in games[:held_out]}
@@ -149,11 +141,12 @@ def _split(pool: WorkerPool, config: TextWorldConfig, root: Path) -> tuple[list[
     return train, test
 
 
-def _described(pool: WorkerPool, folder: Path) -> list[Card]:
+def _described(pool: WorkerPool, config: TextWorldConfig, folder: Path) -> list[Card]:
     """Return cards of the games in a folder."""
     games = sorted(folder.rglob("*.z8"))
     old = sorted(folder.rglob("*.ulx"))
     if old and not games:
         raise ValueError(f"textworld: {old[0]} is a Glulx game, which TextWorld no longer plays; make it as .z8")
-    files = [kept("textworld", "cards", [FORMAT, str(game), digest_of(game)]) for game in games]
-    return cards_of(pool, "textworld.games:describe", [{"path": str(game)} for game in games], files, intact)
+    asked = [{"path": str(game)} for game in games]
+    keys = [[str(game), digest_of(game)] for game in games]
+    return cards_of(config, pool, "describe", asked, keys, intact)

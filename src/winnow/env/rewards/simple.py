@@ -1,4 +1,4 @@
-"""DAPO's soft punishment of long completions (2503.14476, eq. 13)."""
+"""Rewards that need no worker process: exact answers, and DAPO's soft punishment of long completions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from .pooled import completion_text, gold_text
+
+
+def exact_answer(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float | None]:
+    """Return 1.0 for exactly the reference answer, ignoring surrounding blanks; else 0.0."""
+    rewards: list[float | None] = []
+    for completion, gold in zip(completions, ground_truth, strict=True):
+        rewards.append(float(completion_text(completion).strip() == gold_text(gold)))
+    return rewards
+
 
 @dataclass(frozen=True)
 class SoftOverlong:
-    """Reward function: 0 up to `longest - cache` tokens, then falling evenly to -1 at `longest`."""
+    """DAPO's reward function: 0 up to `longest - cache` tokens, then falling evenly to -1 at `longest`.
+
+    2503.14476, eq. 13.
+    """
 
     longest: int
     """`max_completion_length`, in tokens."""
