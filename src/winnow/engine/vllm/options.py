@@ -186,25 +186,10 @@ def _process_as_it_was() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-OURS = {
-    "model",
-    "skip_tokenizer_init",
-    "async_scheduling",
-    "enable_prefix_caching",
-    "max_num_seqs",
-    "max_model_len",
-    "dtype",
-    "gpu_memory_utilization",
-    "enable_sleep_mode",
-    "enforce_eager",
-    "tensor_parallel_size",
-    "distributed_executor_backend",
-    "pipeline_parallel_size",
-    "enable_lora",
-    "max_loras",
-    "max_cpu_loras",
-    "max_lora_rank",
-    "lora_target_modules",
-    "speculative_config",
-}
+OURS = frozenset(
+    {"model", "skip_tokenizer_init", "async_scheduling", "enable_prefix_caching", "max_num_seqs", "max_model_len"}
+    | {"dtype", "gpu_memory_utilization", "enable_sleep_mode", "enforce_eager", "tensor_parallel_size"}
+    | {"distributed_executor_backend", "pipeline_parallel_size", "speculative_config"}
+    | {"enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules"}
+)
 """Arguments of vLLM that options above stand for, or that would break what an engine promises."""
