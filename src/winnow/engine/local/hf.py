@@ -20,7 +20,6 @@ from .backend import Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
 from .llama import LlamaBackend, supports
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FIXED_COLUMNS = 4096
 ORDINARY = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
@@ -209,7 +208,7 @@ def make_backend(
     """Copies the model's weights. Raises ConfigError where fused kernels are wanted and cannot be had."""
     refuse_unsupported(model, facts.max_length)
     weight = model.get_input_embeddings().weight
-    kind = weight.dtype if dtype is None else DTYPES[dtype]
+    kind = weight.dtype if dtype is None else getattr(torch, dtype)
     place = weight.device if device is None else torch.device(device)
     with torch.no_grad():  # not inference_mode: its tensors could not be overwritten by new weights
         if facts.max_length is not None and supports(model):

@@ -10,17 +10,20 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from packaging.specifiers import SpecifierSet
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
 from transformers import AutoConfig
 
 from ...base.errors import ConfigError
 from ...base.machine import install
+from ...config.options import CHECKED
 from ..loading import ModelReference
 from ..sequences import SequenceEngine
 
@@ -43,25 +46,25 @@ ALONE, SHARED = 0.9, 0.3
 """Default `gpu_memory_utilization` of an engine with a GPU of its own, and on the learner's GPU."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class VllmOptions:
     """vLLM in this process: its scheduler, caches, models and kernels. Sampling and reports are Winnow's own."""
 
     provides: ClassVar[frozenset[str]] = SequenceEngine.provides | {"adapters"}
 
-    slots: int = 256
+    slots: PositiveInt = 256
     """Sequences that run at once (vLLM's `max_num_seqs`)."""
     dtype: str | None = None
     """`float32`, `bfloat16` or `float16`; None is the type of the saved model."""
     max_length: int | None = None
     """Longest prompt plus completion (`max_model_len`), for which vLLM must have room. None: that of the run, or, if
     none is known, what fits in memory, up to the model's limit."""
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory, weights included; None: 0.9, or 0.3 on the learner's GPU, where an engine that sleeps
     takes what generation leaves. Without effect on a CPU."""
     sleep: bool | None = None
     """Give memory back while the learner updates; None: where both use one GPU in turn. Without effect on a CPU."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: PositiveInt = 1
     """GPUs, or on a CPU processes, that each layer is cut among; all on the machine of the engine."""
     enforce_eager: bool = False
     """No CUDA graphs and no compilation."""
@@ -69,13 +72,6 @@ class VllmOptions:
     """Anything else that vLLM's `EngineArgs` takes."""
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"slots must be at least 1, not {self.slots}")
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size must be at least 1, not {self.tensor_parallel_size}")
-        share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {share}")
         if taken := sorted(set(self.args) & OURS):
             raise ValueError(f"args: {taken[0]} is set by Winnow; remove it")
 
