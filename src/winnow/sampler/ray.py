@@ -21,9 +21,8 @@ from ..base.errors import ConfigError
 from ..base.machine import MIB
 from ..base.weights import HalvedWeights, RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
 from ..config.options import CHECKED
-from .base import PoolOptions, SamplerContext
+from .base import PoolOptions, SamplerContext, busy
 from .handle import Inbox, Message
-from .heartbeat import busy
 from .pool import SamplerPool
 from .weights import Transport
 
