@@ -28,7 +28,7 @@ from ..slots import Drawn
 from .backend import Kept, KeptSequences, Output, Prefilled, Tokens, WaitingPrompt, passes
 from .beginnings import Beginnings
 from .cache import CacheRows, Chunk, KVCache, padded, plan
-from .hf import fixed_columns, make_backend
+from .hf import make_backend
 from .llama import LlamaBackend
 
 READ_ROWS = 16
@@ -40,6 +40,8 @@ MOST_SLOTS = 65_536
 """What a slot keeps besides its sequence takes seconds to lay out when there are more."""
 FIXED_ROWS = 32
 """With fixed slots, rows computed are a multiple of this."""
+FIXED_COLUMNS = 4096
+"""With fixed slots, most columns that a step may compute."""
 SORT_COST = 16
 """Rows are sorted once attention has read this many times the cache in padding; measured on CPU."""
 
@@ -91,7 +93,9 @@ class LocalEngine(SequenceEngine):
         self._cache = KVCache(self._backend.kv_shapes, rows, self._backend.dtype, self._backend.device)
         self._column_size = sum(h * s for shapes in self._backend.kv_shapes[:1] for h, s in shapes) // 2
         if fixed_slots:
-            self._cache.reserve(rows, fixed_columns(facts.max_length))
+            if (columns := facts.max_length) is None or columns > FIXED_COLUMNS:
+                raise ValueError(f"fixed_slots computes max_length={columns} columns a step; set it to what you need")
+            self._cache.reserve(rows, columns)
         self._rows = CacheRows()
         self.sequences = Sequences(facts, tokenizer, rows, self._backend.device)
         self.sequences.sample = self._backend.sample

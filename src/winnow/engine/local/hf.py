@@ -20,7 +20,6 @@ from .backend import Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
 from .llama import LlamaBackend, supports
 
-FIXED_COLUMNS = 4096
 ORDINARY = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -227,10 +226,3 @@ def _fused_backend(dtype: torch.dtype, device: torch.device) -> type[LlamaBacken
 
     require(dtype, device)
     return FusedLlamaBackend
-
-
-def fixed_columns(max_length: int | None) -> int:
-    """Columns to compute in every step, or ValueError if nobody said how many are really needed."""
-    if max_length is None or max_length > FIXED_COLUMNS:
-        raise ValueError(f"fixed_slots computes max_length={max_length} columns a step; set it to what you need")
-    return max_length
