@@ -241,6 +241,11 @@ class TestResumed:
         with pytest.raises(ConfigError, match="r: may be null only with resume: true"):
             validate(tiny_config | {"lora": {"r": None}})
 
+    def test_a_file_without_weights_is_refused_by_name(self, adapter: Path, tiny_config: dict[str, Any]) -> None:
+        save_file({}, adapter / "adapter_model.safetensors")
+        with pytest.raises(ConfigError, match=r"adapter_config\.json: rank 4 is not that of the weights"):
+            Trainer(config=tiny_config | {"model": str(adapter), "lora": {"resume": True}})
+
     @pytest.mark.parametrize("given", ["directory", "object"])
     def test_it_begins_where_the_adapter_was_and_the_reference_is_that(
         self, adapter: Path, tiny_config: dict[str, Any], given: str

@@ -58,7 +58,8 @@ class InitialModel:
             return replace(self, meta_model=meta_model)
         dtypes = types_in(self.model) if self.model is not None else types_of(self.source)
         if self.resume and self.adapter is not None:
-            dtypes["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
+            kinds = list(types_by_name(self.adapter.read()).values())
+            dtypes["*.lora_*"] = kinds[0] if kinds else "float32"
         return replace(self, meta_model=meta_model, dtypes=dtypes)
 
     @property
