@@ -41,9 +41,11 @@ def refuse_unsupported(model: Any, max_length: int | None) -> None:
             continue
         most = window if option in WINDOWS else window - window % 64  # of columns, which decoding reads rounded up
         if max_length is None or max_length > most:
+            what = f"{name} has {option}={window}, and the embedded engine attends to whole sequences"
+            if most < 2:  # no prompt with a completion is so short
+                raise ValueError(f"{what}; use another engine or model")
             raise ValueError(
-                f"{name} has {option}={window}, and the embedded engine attends to whole sequences; "
-                f"set the engine's max_length (engine.max_length in a configuration) to at most {most}; "
+                f"{what}; set the engine's max_length (engine.max_length in a configuration) to at most {most}; "
                 f"it is {max_length}"
             )
     rope = getattr(config, "rope_parameters", None) or {}
