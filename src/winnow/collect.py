@@ -314,7 +314,7 @@ class Collector:
         if self.filter.refill:
             self._stop_conditions.rejected(group, reason, refusal)
         else:
-            self.buffer.count_unreplaced()
+            self.buffer.unreplaced += 1
 
     def _book_stale(self, step: int, groups: list[Group]) -> None:
         for group in groups:

@@ -160,10 +160,10 @@ def test_an_engine_that_failed_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slots": 0}, "slots must be at least 1"),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
+        ({"slots": 0}, "slots\n  Input should be greater than 0"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size\n  Input should be greater than 0"),
         ({"args": {"max_num_seqs": 4}}, "max_num_seqs is set by Winnow"),
-        ({"gpu_memory_utilization": 2}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 2}, "gpu_memory_utilization\n  Input should be less than or equal to 1"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:

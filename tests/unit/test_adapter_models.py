@@ -111,6 +111,7 @@ def test_tokens_without_embeddings_are_refused(adapter: Path, tiny_model: Path, 
         ({"r": 5}, "does not fit"),
         ({"target_modules": ["nothing"]}, "does not fit .*[Tt]arget modules"),
         ({"target_modules": ["q_proj"]}, "differs; restore the file"),
+        ({"target_modules": 5}, "target_modules: expected a name or a list of names, not 5; restore the file"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -240,6 +241,19 @@ class TestResumed:
                 Trainer(config=resumed | {"model": str(tmp_path / name)})
         with pytest.raises(ConfigError, match="r: may be null only with resume: true"):
             validate(tiny_config | {"lora": {"r": None}})
+
+    @pytest.mark.parametrize("targets", [5, [1, "a"]], ids=str)
+    def test_target_modules_that_are_no_names_are_refused(
+        self, adapter: Path, tiny_config: dict[str, Any], targets: Any
+    ) -> None:
+        changed(adapter, target_modules=targets)
+        with pytest.raises(ConfigError, match=r"adapter_config\.json: target_modules: expected a name or a list"):
+            Trainer(config=tiny_config | {"model": str(adapter), "lora": {"resume": True}})
+
+    def test_a_file_without_weights_is_refused_by_name(self, adapter: Path, tiny_config: dict[str, Any]) -> None:
+        save_file({}, adapter / "adapter_model.safetensors")
+        with pytest.raises(ConfigError, match=r"adapter_config\.json: rank 4 is not that of the weights"):
+            Trainer(config=tiny_config | {"model": str(adapter), "lora": {"resume": True}})
 
     @pytest.mark.parametrize("given", ["directory", "object"])
     def test_it_begins_where_the_adapter_was_and_the_reference_is_that(

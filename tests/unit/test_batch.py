@@ -142,7 +142,7 @@ class TestBuffer:
         buffer = Buffer(4, 0)
         assert buffer.missing == 4
         buffer.add(make_group(0, [1.0, 0.0]))
-        buffer.count_unreplaced()
+        buffer.unreplaced += 1
         assert buffer.missing == 2
 
     @pytest.mark.parametrize("carry", [True, False])
@@ -162,7 +162,7 @@ class TestBuffer:
         buffer = Buffer(3, 1, carry=carry)
         buffer.add(make_group(0, [1.0, 0.0]))
         for _ in range(4):
-            buffer.count_unreplaced()
+            buffer.unreplaced += 1
         assert buffer.missing == 0
         batch, _, _ = buffer.take(0)
         assert [g.visit.number for g in batch] == [0]

@@ -63,7 +63,7 @@ def through_the_step(loss: LossConfig, model: Any, reference: Any, tokens_per_mi
         if keep.admit(group, GroupJudge().kind(group)).keep:
             buffer.add(group)
         else:
-            buffer.count_unreplaced()
+            buffer.unreplaced += 1
     survivors = buffer.take(0)[0]
     assert [g.visit.number for g in survivors] == [1, 3]
     learner, seen = learner_of(model, reference, tokens=tokens_per_microbatch), []

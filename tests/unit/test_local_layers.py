@@ -41,6 +41,11 @@ def test_a_window_of_columns_bounds_the_engine() -> None:
     assert LocalEngine(GPTNeoForCausalLM(whole), tokenizer, max_length=64).pending == 0
 
 
+def test_a_window_narrower_than_any_columns_is_refused_without_a_length() -> None:
+    with pytest.raises(ValueError, match=r"GPTNeoForCausalLM has window_size=32, .*; use another engine or model$"):
+        LocalEngine(gpt_neo(32), word_tokenizer(), max_length=16)
+
+
 def test_siblings_share_nothing_where_layers_see_columns() -> None:
     """A lane of siblings is wider than a rollout, and the trial is narrower than the window."""
     assert not learner_of(gpt_neo(64))._share

@@ -63,7 +63,7 @@ class World:
             elif self.refill:
                 self.dropped += 1
             else:
-                self.buffer.count_unreplaced()
+                self.buffer.unreplaced += 1
                 self.dropped += 1
 
     def train(self) -> None:
@@ -135,7 +135,7 @@ def test_room_counts_what_waits_what_flies_and_what_was_spent() -> None:
     assert buffer.room(5, 2) == 0
     buffer.launched(Visit(0, 0, PROMPT), 1, 5)
     buffer.add(finished(Visit(1, 0, PROMPT), [5]))
-    buffer.count_unreplaced()
+    buffer.unreplaced += 1
     assert buffer.room(5, 5) == 9
 
 

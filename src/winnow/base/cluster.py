@@ -116,13 +116,20 @@ def gpus_each(given: float | None, device: str, usual: int = 1) -> float:
     return float(usual) if device != "cpu" and ray.cluster_resources().get("GPU", 0.0) else 0.0
 
 
-def environment(threads: int) -> dict[str, Any]:
-    """Return Ray's `runtime_env` of an actor: threads, and variables that libraries read at import.
+def actor_options(threads: int, gpus: float | None, place: Any) -> dict[str, Any]:
+    """Return the options of an actor that Ray never restarts, with variables that libraries read at import.
 
-    Ray logs these; actors set `private_environment` themselves.
+    `place`: Ray's scheduling strategy. Ray logs the variables; actors set `private_environment` themselves.
     """
     passed = {name: os.environ[name] for name in AT_IMPORT if name in os.environ}
-    return {"env_vars": {"OMP_NUM_THREADS": str(threads)} | passed}
+    return {
+        "num_cpus": threads,
+        "num_gpus": gpus,
+        "scheduling_strategy": place,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)} | passed},
+    }
 
 
 def private_environment(names: Sequence[str]) -> dict[str, str]:

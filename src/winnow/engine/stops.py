@@ -64,16 +64,13 @@ class StopTable:
         stops = self._stops[stop_set]
         return bool(stops) and completes(self._tokenizer, stops, token_ids)
 
-    def _decode(self, ids: list[int]) -> str:
-        return decode(self._tokenizer, ids)
-
     def _token_texts(self) -> list[tuple[str, str]]:
         """Return each token's text alone and after another token (some decoders add or drop a space)."""
         if self._texts is None:
-            alone = [self._decode([i]) for i in range(self._vocab_size)]
+            alone = [decode(self._tokenizer, [i]) for i in range(self._vocab_size)]
             anchor = next((i for i, text in enumerate(alone) if text.strip() and "\ufffd" not in text), 0)
             before = alone[anchor]
-            after = [self._decode([anchor, i]) for i in range(self._vocab_size)]
+            after = [decode(self._tokenizer, [anchor, i]) for i in range(self._vocab_size)]
             self._texts = [
                 (one, two[len(before) :] if two.startswith(before) else two)
                 for one, two in zip(alone, after, strict=True)

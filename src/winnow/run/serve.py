@@ -28,8 +28,8 @@ from ..engine.loading import load_tokenizer, quiet_transformers
 from ..engine.template import with_template
 from ..methods.gate import RuleError, rule_from
 from ..rollout.runner import RolloutRunner
+from ..sampler.base import HEARTBEAT_S, busy
 from ..sampler.codec import group_state, job_from, prompts_of
-from ..sampler.heartbeat import HEARTBEAT_S, busy
 from ..sampler.weights import fingerprints, read_weights
 from .build import build_engine, build_rewarder
 from .build_methods import rule_types

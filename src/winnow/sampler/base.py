@@ -1,8 +1,10 @@
-"""Interfaces of samplers, which run jobs with published weights and gate rules."""
+"""Interfaces of samplers, which run jobs with published weights and gate rules; the heartbeat of those elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -194,3 +196,24 @@ class Sampler(GroupSource, Protocol):
     def close(self) -> list[Group]:
         """Stop; return the unfinished groups in flight. Safe to call twice."""
         ...
+
+
+HEARTBEAT_S = 1.0
+
+
+@contextmanager
+def busy(reply: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Report `busy` from a thread while the body starts an engine or loads weights; the body must not reply itself."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(HEARTBEAT_S):
+            reply({"busy": True})
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -107,10 +107,6 @@ class Buffer:
         self._oldest[group.visit.number] = oldest
         self._ages[oldest] += 1
 
-    def count_unreplaced(self) -> None:
-        """Count a rejected group that is not replaced."""
-        self.unreplaced += 1
-
     def expire(self, version: int) -> list[Group]:
         """Remove and return the groups over the lag bound for the optimizer step from `version`."""
         stale = [g for g in self.groups if version - self._age(g, version) > self.max_lag]
@@ -121,7 +117,7 @@ class Buffer:
     def take(self, version: int) -> tuple[list[Group], list[Group], list[Group]]:
         """Return the batch for the optimizer step from `version` in visit order, stale groups, and the surplus."""
         stale = self.expire(version)
-        waiting = self._ordered(version)
+        waiting = sorted(self.groups, key=lambda g: (self._age(g, version), g.visit.number))
         batch, left = waiting[: self.wanted], waiting[self.wanted :]
         self.unreplaced = max(0, self.unreplaced - (self.wanted - len(batch))) if self.carry else 0
         self._keep(left if self.carry else [])
@@ -136,9 +132,6 @@ class Buffer:
         """Return the version of the group's oldest token; `version` for a group without tokens."""
         oldest = self._oldest[group.visit.number]
         return version if oldest is None else oldest
-
-    def _ordered(self, version: int) -> list[Group]:
-        return sorted(self.groups, key=lambda g: (self._age(g, version), g.visit.number))
 
     def clear(self) -> None:
         self._keep([])

@@ -21,9 +21,8 @@ from ..base.errors import ConfigError
 from ..base.machine import MIB
 from ..base.weights import HalvedWeights, RemoteWeights, WeightSource, as_bytes, from_bytes, transfer_s
 from ..config.options import CHECKED
-from .base import PoolOptions, SamplerContext
+from .base import PoolOptions, SamplerContext, busy
 from .handle import Inbox, Message
-from .heartbeat import busy
 from .pool import SamplerPool
 from .weights import Transport
 
@@ -130,18 +129,9 @@ class ActorChannel:
     def __init__(self, inbox: Inbox, options: Ray, private: Mapping[str, str], entry: str) -> None:
         import ray
 
-        self._actor = (
-            ray.remote(concurrency_groups={"orders": 1, "reports": 1})(SamplerActor)
-            .options(
-                num_cpus=options.threads,
-                num_gpus=options.num_gpus,
-                max_restarts=0,
-                max_task_retries=0,
-                scheduling_strategy="SPREAD",
-                runtime_env=cluster.environment(options.threads),
-            )
-            .remote(os.getcwd(), private, entry)
-        )
+        placed = cluster.actor_options(options.threads, options.num_gpus, "SPREAD")
+        actor = ray.remote(concurrency_groups={"orders": 1, "reports": 1})(SamplerActor).options(**placed)
+        self._actor = actor.remote(os.getcwd(), private, entry)
         self._last_words = ""
         self._killed = threading.Event()
         self._thread = threading.Thread(target=self._listen, args=(inbox,), daemon=True)

@@ -51,7 +51,7 @@ class Server(PoolOptions):
                 connect(self.engine_of(slot), wait_s=0.0)
             except ServerError as error:
                 raise ConfigError(str(error)) from None
-        transport = PublishedWeights(context.run_dir.absolute() / WEIGHTS)
+        transport = PublishedWeights(context.run_dir / WEIGHTS)
         return SamplerPool(
             self, context, transport, partial(open_pipe, threads=self.threads, entry=f"{context.entry}:main")
         )

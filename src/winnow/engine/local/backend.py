@@ -6,10 +6,9 @@ vocabulary, D size of a head.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,15 +20,6 @@ PREFILL_TOKENS = 16_384
 """New tokens of one pass over prompts, padding included."""
 MASK_ELEMENTS = 1 << 24
 """Pairs of a new token and a column of one pass behind kept beginnings, whose mask has an element for each."""
-
-
-class Backend(Protocol):
-    """What reads prompts."""
-
-    device: torch.device
-    mixed_lengths: bool
-
-    def prefill(self, prompts: list[Tokens], drafts: Sequence[int] = ()) -> Prefilled: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +83,7 @@ class KeptSequences:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._kept: OrderedDict[Hashable, list[Kept]] = OrderedDict()
+        self._kept: dict[Hashable, list[Kept]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._kept.values()))

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from .backend import Backend, Kept, Tokens, common, passes
+from .backend import Kept, Tokens, common, passes
+from .hf import HFBackend
+from .llama import LlamaBackend
 
 SAVED_TOKENS = {"cpu": 256, "cuda": 4096}
 """Tokens that a new beginning has to save, by device: one more pass costs about so many."""
@@ -21,7 +23,7 @@ MOST_KEPT = 8
 class Beginnings:
     """Beginnings of prompts that have been through the model."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: HFBackend | LlamaBackend) -> None:
         self._backend = backend
         self._least = SAVED_TOKENS.get(backend.device.type, SAVED_TOKENS["cpu"])
         self._kept: dict[Tokens, Kept] = {}

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import asdict
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from ...base.seconds import DECODE_MORE, DECODE_ROWS, ENGINE_SECONDS, Seconds
 from ...base.weights import Weights
+from ...config.options import CHECKED
 from .. import slots as col
 from ..base import Event, Finished, Request
 from ..facts import Facts
@@ -25,7 +28,7 @@ from ..slots import Drawn
 from .backend import Kept, KeptSequences, Output, Prefilled, Tokens, WaitingPrompt, passes
 from .beginnings import Beginnings
 from .cache import CacheRows, Chunk, KVCache, padded, plan
-from .hf import DTYPES, fixed_columns, make_backend
+from .hf import make_backend
 from .llama import LlamaBackend
 
 READ_ROWS = 16
@@ -37,34 +40,28 @@ MOST_SLOTS = 65_536
 """What a slot keeps besides its sequence takes seconds to lay out when there are more."""
 FIXED_ROWS = 32
 """With fixed slots, rows computed are a multiple of this."""
+FIXED_COLUMNS = 4096
+"""With fixed slots, most columns that a step may compute."""
 SORT_COST = 16
 """Rows are sorted once attention has read this many times the cache in padding; measured on CPU."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, config=CHECKED)
 class LocalOptions:
     """The embedded engine: continuous batching in this process over any Hugging Face causal LM with a KV cache."""
 
     provides: ClassVar[frozenset[str]] = SequenceEngine.provides
 
-    slots: int = 256
+    slots: Annotated[int, Field(ge=1, le=MOST_SLOTS)] = 256
     """Sequences that run at once."""
-    dtype: str | None = None
-    """`float32`, `bfloat16` or `float16`; None is the model's."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """None is the model's."""
     fixed_slots: bool = False
     """Compute every slot and column in every forward pass: slower, but results do not depend on what else runs."""
-    max_length: int | None = None
+    max_length: Annotated[int, Field(ge=2)] | None = None
     """Longest prompt plus completion; None is the model's limit."""
     fused_kernels: bool = False
     """Run decode steps by Triton kernels: Llama family, half precision, CUDA. Not yet measured on a GPU."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.slots <= MOST_SLOTS:
-            raise ValueError(f"slots must be from 1 to {MOST_SLOTS}, not {self.slots}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {sorted(DTYPES)} or None, not {self.dtype!r}")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length must be at least 2, not {self.max_length}")
 
     def build(self, model: ModelReference, tokenizer: Any) -> LocalEngine:
         return LocalEngine(model.load(), tokenizer, device=model.device, **asdict(self))
@@ -96,7 +93,9 @@ class LocalEngine(SequenceEngine):
         self._cache = KVCache(self._backend.kv_shapes, rows, self._backend.dtype, self._backend.device)
         self._column_size = sum(h * s for shapes in self._backend.kv_shapes[:1] for h, s in shapes) // 2
         if fixed_slots:
-            self._cache.reserve(rows, fixed_columns(facts.max_length))
+            if (columns := facts.max_length) is None or columns > FIXED_COLUMNS:
+                raise ValueError(f"fixed_slots computes max_length={columns} columns a step; set it to what you need")
+            self._cache.reserve(rows, columns)
         self._rows = CacheRows()
         self.sequences = Sequences(facts, tokenizer, rows, self._backend.device)
         self.sequences.sample = self._backend.sample

@@ -20,8 +20,6 @@ from .backend import Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
 from .llama import LlamaBackend, supports
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FIXED_COLUMNS = 4096
 ORDINARY = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -43,9 +41,11 @@ def refuse_unsupported(model: Any, max_length: int | None) -> None:
             continue
         most = window if option in WINDOWS else window - window % 64  # of columns, which decoding reads rounded up
         if max_length is None or max_length > most:
+            what = f"{name} has {option}={window}, and the embedded engine attends to whole sequences"
+            if most < 2:  # no prompt with a completion is so short
+                raise ValueError(f"{what}; use another engine or model")
             raise ValueError(
-                f"{name} has {option}={window}, and the embedded engine attends to whole sequences; "
-                f"set the engine's max_length (engine.max_length in a configuration) to at most {most}; "
+                f"{what}; set the engine's max_length (engine.max_length in a configuration) to at most {most}; "
                 f"it is {max_length}"
             )
     rope = getattr(config, "rope_parameters", None) or {}
@@ -209,7 +209,7 @@ def make_backend(
     """Copies the model's weights. Raises ConfigError where fused kernels are wanted and cannot be had."""
     refuse_unsupported(model, facts.max_length)
     weight = model.get_input_embeddings().weight
-    kind = weight.dtype if dtype is None else DTYPES[dtype]
+    kind = weight.dtype if dtype is None else getattr(torch, dtype)
     place = weight.device if device is None else torch.device(device)
     with torch.no_grad():  # not inference_mode: its tensors could not be overwritten by new weights
         if facts.max_length is not None and supports(model):
@@ -228,10 +228,3 @@ def _fused_backend(dtype: torch.dtype, device: torch.device) -> type[LlamaBacken
 
     require(dtype, device)
     return FusedLlamaBackend
-
-
-def fixed_columns(max_length: int | None) -> int:
-    """Columns to compute in every step, or ValueError if nobody said how many are really needed."""
-    if max_length is None or max_length > FIXED_COLUMNS:
-        raise ValueError(f"fixed_slots computes max_length={max_length} columns a step; set it to what you need")
-    return max_length

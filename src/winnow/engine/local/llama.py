@@ -134,11 +134,11 @@ class LlamaBackend:
         head = state.get("lm_head.weight", source)
         layers = [self._pack(state, PREFIX.format(i)) for i in range(self._n_layers)]
         self._embedding, self._head, self._layers = (
-            self._copy(source, torch.float32),
+            self._copy(source),
             Linear(self._given(head[: self.vocab_size])),
             layers,
         )
-        self._norm = self._copy(state["model.norm.weight"], torch.float32)
+        self._norm = self._copy(state["model.norm.weight"])
 
     def release(self) -> None:
         """Give up the memory of the weights until the next `load`."""
@@ -146,8 +146,8 @@ class LlamaBackend:
             self._graphs.clear()
         del self._embedding, self._head, self._layers, self._norm
 
-    def _copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.detach().to(self.device, dtype, copy=True)
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self.device, torch.float32, copy=True)
 
     def _given(self, matrix: torch.Tensor) -> torch.Tensor:
         """A copy only on a GPU: elsewhere `Linear` makes one."""
@@ -248,13 +248,6 @@ class LlamaBackend:
 
         The tails have equal lengths unless `mixed_lengths`. `drafts`: as in `prefill`.
         """
-        x, keys, values = self._extended(tails, past)
-        return self._prefilled(x, keys, values, tails, drafts, [len(kept.tokens) for kept in past])
-
-    def _extended(
-        self, tails: list[tuple[int, ...]], past: list[Kept]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Return hidden states of the padded tails, [B * S, H], and keys and values of each layer."""
         B, S = len(tails), max(map(len, tails))
         positions_BS, keys, values, mask = continued(past, S, self.dtype, self.device)
         rows = torch.arange(B, device=self.device)[:, None]
@@ -267,7 +260,7 @@ class LlamaBackend:
             all_values[rows, :, positions_BS] = v
             layer.out.add_to(x, self._attend_all(q.transpose(1, 2), all_keys, all_values, mask))
             self._feed_forward(layer, x)
-        return x, keys, values
+        return self._prefilled(x, keys, values, tails, drafts, [len(kept.tokens) for kept in past])
 
     def _padded(self, sequences: list[tuple[int, ...]]) -> torch.Tensor:
         longest = max(map(len, sequences))

@@ -21,10 +21,6 @@ class ServerError(ExpectedError):
     """A vLLM server failed, or answered wrongly; the message names its URL and what to do."""
 
 
-class UnreachableError(ServerError):
-    """Nothing answers at the URL."""
-
-
 class StatusError(ServerError):
     """The server answered with an error."""
 
@@ -53,7 +49,7 @@ class Client:
     def post(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         """Return the JSON of the answer, None for an empty one.
 
-        Raises UnreachableError, StatusError, or ServerError at the time limit and for an answer that is not JSON.
+        Raises StatusError for an error status, and ServerError when nothing answers in time or the answer is not JSON.
         """
         return self._call("POST", path, body, timeout_s)
 
@@ -79,11 +75,8 @@ class Client:
                 f"{self._key.partition(':')[0]}.timeout_s"
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            raise UnreachableError(
-                self.named(
-                    f"no answer to {named} ({type(error).__name__}: {error}); correct the URL, or start the server"
-                )
-            ) from None
+            what = f"no answer to {named} ({type(error).__name__}: {error})"
+            raise self.error(f"{what}; correct the URL, or start the server") from None
         finally:
             connection.close()
         if response.status != 200:

@@ -26,7 +26,7 @@ from ...base.weights import Weights, save_tensors, transfer_s
 from ..base import Event, Finished, Request, check_request
 from ..facts import Facts
 from ..loading import ModelReference
-from .answers import AnswerReader, Sent, WrongAnswerError
+from .answers import AnswerReader
 from .client import Client, ServerError, StatusError
 
 LOOK_S = 0.05
@@ -101,7 +101,7 @@ class ServerEngine:
         self._label = ""
         self._versions: dict[str, int] = {}
         """Policy version by label."""
-        self._reader = AnswerReader(self.facts, tokenizer, self._versions)
+        self._reader = AnswerReader(client, self.facts, tokenizer, self._versions)
         padding = range(self.facts.vocab_size, policy.get_input_embeddings().num_embeddings)
         if len(padding) > MOST_BIASES:
             raise ConfigError(
@@ -274,11 +274,7 @@ class ServerEngine:
         if isinstance(arrived.outcome, Exception):
             raise arrived.outcome
         share = arrived.seconds / max(self.pending, 1)
-        sent = Sent(self._forget(arrived.call), arrived.version)
-        try:
-            return self._reader.finished(sent, arrived.outcome, share)
-        except WrongAnswerError as error:
-            raise self._client.error(str(error)) from None
+        return self._reader.finished(self._forget(arrived.call), arrived.version, arrived.outcome, share)
 
     def _cancelled(self, call: str, arrived: Arrived | None) -> Finished:
         if arrived is not None and isinstance(arrived.outcome, Mapping):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ...base.errors import ConfigError
 from ..loading import ModelReference
-from .client import Client, ServerError, StatusError, UnreachableError
+from .client import Client, ServerError, StatusError
 from .engine import ServerEngine
 
 BACKEND = "winnow"
@@ -57,7 +57,7 @@ class ServerOptions:
 def connect(options: ServerOptions, wait_s: float) -> tuple[Client, Mapping[str, Any]]:
     """Return a client of the server, and vLLM's configuration there.
 
-    Raises UnreachableError when it does not answer for `wait_s`, ConfigError when it cannot sample for runs, with the
+    Raises ServerError when it does not answer for `wait_s`, ConfigError when it cannot sample for runs, with the
     flag to start it with.
     """
     client = Client(options.url)
@@ -77,9 +77,9 @@ def _wait_for(client: Client, wait_s: float) -> None:
         try:
             client.get("/health", HEALTH_S)
             return
-        except ServerError as error:
+        except ServerError:
             if time.monotonic() > deadline:
-                raise UnreachableError(str(error)) from None
+                raise
         time.sleep(LOOK_S)
 
 

@@ -284,14 +284,11 @@ class _Ranks:
                 os._exit(1)
 
     def ended(self) -> str:
-        """How one of them ended, if any has."""
-        found = ((rank, process.poll()) for rank, process in enumerate(self._processes, 1))
-        told = (
-            f"rank {rank} of vLLM's tensor parallelism ended with exit status {status}; see what it printed"
-            for rank, status in found
-            if status is not None
-        )
-        return next(told, "")
+        """Return how one of them ended; empty while all run."""
+        for rank, process in enumerate(self._processes, 1):
+            if (status := process.poll()) is not None:
+                return f"rank {rank} of vLLM's tensor parallelism ended with exit status {status}; see what it printed"
+        return ""
 
 
 def follow() -> None:

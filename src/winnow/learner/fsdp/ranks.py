@@ -141,14 +141,7 @@ class Ranks:
                 raise LearnerLostError(f"the cluster found no room for {world} ranks within {START_S:g} s")
             for rank in range(world):
                 where = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=rank)
-                actor = remote_rank().options(
-                    num_cpus=threads,
-                    num_gpus=num_gpus,
-                    max_restarts=0,
-                    max_task_retries=0,
-                    scheduling_strategy=where,
-                    runtime_env=cluster.environment(threads),
-                )
+                actor = remote_rank().options(**cluster.actor_options(threads, num_gpus, where))
                 gpu = num_gpus > 0
                 self._actors.append(actor.remote(rank, world, threads, os.getcwd(), gpu, dict(private or {})))
             host, port = self.all("listen", [(timeout_s,)] * world)[0]
