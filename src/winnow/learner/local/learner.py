@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,19 @@ import torch
 from safetensors.torch import load_file
 
 from ...base.failpoint import failpoint
-from ...base.machine import gpu_memory_since
+from ...base.machine import gpu_memory_since, keep_freed_memory
 from ...base.seconds import Seconds
 from ...base.weights import StateWeights, WeightSource, adapters_of, save_tensors, state_once
+from ...engine.loading import resolve_device
 from ...engine.saving import save_whole
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, Sampled, kl_loss
-from ..base import UPDATE_SECONDS, Sizes, Stats, update_metrics
+from ..base import UPDATE_SECONDS, Policy, Sizes, Stats, update_metrics
 from ..batch import MicroBatch, Pools, micro_batches
+from ..context import LearnerContext
 from ..rows import Row
 from .compiled import attend_by_blocks, compile_layers
-from .eval_mode import checkpoint_layers, train_adapter_dropout, without_adapter_dropout
+from .eval_mode import checkpoint_layers, halve_frozen, train_adapter_dropout, without_adapter_dropout
 from .logprob import TokenDistribution
 from .loss_scale import LossScale
 from .merged import MergedWeights
@@ -300,3 +302,26 @@ class LocalLearner(Scorer):
 
     def _load_reference(self, directory: Path) -> None:
         self._reference_moved = self.reference is not None and load_reference(self.reference, directory)
+
+
+@dataclass(frozen=True)
+class Local:
+    """One process and one device: a Hugging Face causal LM, full fine-tuning or LoRA."""
+
+    def build(self, policy: Policy, context: LearnerContext) -> LocalLearner:
+        device, dtype = resolve_device(context.device), context.options.compute_dtype
+        if dtype == torch.float16 and device.type != "cuda":
+            raise ValueError(
+                f"dtype: float16 needs a CUDA device, and this run uses {device.type}; set dtype: bfloat16 or float32"
+            )
+        if context.options.torch_compile and (context.gradient_baselines or context.options.deterministic):
+            other = "advantage: opob" if context.gradient_baselines else "deterministic: true"
+            raise ValueError(f"torch_compile: does not work with {other}; set it to false")
+        models = [model for model in (policy.model, policy.reference) if model is not None]
+        if context.lora and dtype == torch.bfloat16 and device.type == "cuda":
+            halve_frozen(*models)
+        for model in models:
+            model.to(device)
+        if device.type == "cpu":
+            keep_freed_memory()
+        return LocalLearner(policy.model, context.distribution(policy), context.options_for(policy), policy.reference)
