@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -27,10 +28,11 @@ from ..context import LearnerContext
 from ..rows import Row
 from .compiled import attend_by_blocks, compile_layers
 from .eval_mode import checkpoint_layers, halve_frozen, train_adapter_dropout, without_adapter_dropout
+from .grad_norms import UnsupportedModelError
 from .logprob import TokenDistribution
 from .loss_scale import LossScale
 from .merged import MergedWeights
-from .optimal_baseline_update import Batched, RowByRow, alone_is_faster, batched_if_exact
+from .optimal_baseline_update import Batched, RowByRow, alone_is_faster, exactly_batched
 from .optimizer import Optimizer, load_state, make_optimizer, saved_state, set_learning_rate
 from .recompute import recomputing
 from .reference import load_reference, mix, save_reference
@@ -113,8 +115,16 @@ class LocalLearner(Scorer):
     def _batched(self) -> Batched | None:
         if self.options.gradient_checkpointing or not self._own_head:
             return None
-        with without_adapter_dropout(self.model):
-            return batched_if_exact(self._causal_lm, self._row_by_row, self.distribution, self._autocast)
+        try:
+            with without_adapter_dropout(self.model):
+                return exactly_batched(self._causal_lm, self._row_by_row, self.distribution, self._autocast)
+        except UnsupportedModelError as error:
+            warnings.warn(
+                f"{type(self._causal_lm).__name__}: the gradients of rollouts are computed one rollout at a time, "
+                f"which may take twice as long as all at once: {error}",
+                stacklevel=2,
+            )
+            return None
 
     @cached_property
     def _token_baselines(self) -> TokenBaselines:
