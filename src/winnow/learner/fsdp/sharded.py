@@ -307,7 +307,7 @@ class ShardedLearner(LocalLearner):
         return {
             f"{name}:{key}": value
             for name, param in self._params.items()
-            for key, value in self._optimizer.state.get(param, {}).items()
+            for key, value in self.optimizer.state.get(param, {}).items()
         }
 
     def load(self, directory: Path) -> None:
@@ -315,11 +315,11 @@ class ShardedLearner(LocalLearner):
         folder = directory / OPTIMIZER_FOLDER
         if not folder.is_dir():
             raise ValueError(f"{folder}: is missing; the checkpoint was not written by learner: fsdp")
-        make_states(self._optimizer, self._params)
+        make_states(self.optimizer, self._params)
         if loaded := load_shards(self._optimizer_state(), folder):
             require_steps(loaded, str(folder))
         else:
-            self._optimizer.state.clear()
+            self.optimizer.state.clear()
         self._load_reference(directory)
 
 

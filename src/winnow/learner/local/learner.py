@@ -33,7 +33,7 @@ from .logprob import TokenDistribution
 from .loss_scale import LossScale
 from .merged import MergedWeights
 from .optimal_baseline_update import Batched, RowByRow, alone_is_faster, exactly_batched
-from .optimizer import Optimizer, load_state, make_optimizer, saved_state, set_learning_rate
+from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
 from .recompute import recomputing
 from .reference import load_reference, mix, save_reference
 from .scorer import LearnerOptions as LearnerOptions
@@ -76,7 +76,7 @@ class LocalLearner(Scorer):
         self._batches: list[MicroBatch] = []
         """Micro-batches of the current step; later iterations use values stored by the first."""
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        self._optimizer = make_optimizer(
+        self.optimizer = make_optimizer(
             options.optim,
             self._params,
             ends=[end.weight for end in ends if end is not None],
@@ -85,6 +85,7 @@ class LocalLearner(Scorer):
             weight_decay=options.weight_decay,
             args=options.optim_args,
         )
+        """The optimizer, as callbacks get it."""
 
     def _compile(self) -> None:
         models = [self._causal_lm] if self.reference is None else [self._causal_lm, self.reference]
@@ -183,7 +184,7 @@ class LocalLearner(Scorer):
         """Raise FloatingPointError when the loss of all micro-batches is not finite. Only here the host waits."""
         loss = stats.sums.get("loss", 0.0)
         if not math.isfinite(loss):
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"the loss is {loss}; no update was made")
 
     def _strategy(self, pools: Pools) -> RowByRow | Batched:
@@ -247,19 +248,14 @@ class LocalLearner(Scorer):
         with self.seconds.phase("optimizer"):
             norm = self._clipped()
             if not math.isfinite(norm):
-                self._optimizer.zero_grad(set_to_none=True)
+                self.optimizer.zero_grad(set_to_none=True)
                 raise FloatingPointError(f"the gradient norm is {norm}; the weights were left as they were")
-            set_learning_rate(self._optimizer, lr)
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            set_learning_rate(self.optimizer, lr)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
             return norm
 
     def close(self) -> None: ...
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer, as callbacks get it."""
-        return self._optimizer
 
     def _clipped(self) -> float:
         """Clip all gradients; return their norm before clipping. Those within the limit are not written again."""
@@ -283,7 +279,7 @@ class LocalLearner(Scorer):
 
     def save(self, directory: Path) -> None:
         self._save_trained(directory / "model")
-        save_tensors(saved_state(self._optimizer, self._params), directory / OPTIMIZER_FILE)
+        save_tensors(saved_state(self.optimizer, self._params), directory / OPTIMIZER_FILE)
         self._save_reference(directory)
 
     def _save_trained(self, directory: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -307,7 +303,7 @@ class LocalLearner(Scorer):
         Raises ValueError when a file's parameters are not this model's.
         """
         file = directory / OPTIMIZER_FILE
-        load_state(self._optimizer, self._params, load_file(file), str(file))
+        load_state(self.optimizer, self._params, load_file(file), str(file))
         self._load_reference(directory)
 
     def _load_reference(self, directory: Path) -> None:
