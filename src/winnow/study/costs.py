@@ -90,10 +90,6 @@ class Seen:
         sizes = sorted({size, *(2**i for i in range(1, size.bit_length()))})
         return cls(group.prompt.id, list(right), {n: Shape.of(siblings[:n]) for n in sizes})
 
-    @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> Seen:
-        return cls(saved["prompt"], saved["right"], {int(n): Shape(*shape) for n, shape in saved["shapes"].items()})
-
 
 class Shapes:
     """Shapes of groups by size and share of right answers: groups without a signal have more in common."""
