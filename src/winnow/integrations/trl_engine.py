@@ -275,7 +275,10 @@ class TrlSampler(JobQueue):
         return of_engine | self._seconds.take()
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
-        done = {group.visit.number: group for part in _of_one_size(jobs) for group in self._finished(part)}
+        done = {}
+        for size in sorted({job.size for job in jobs}):  # TRL generates as many rollouts for each prompt of a call
+            for group in self._finished([job for job in jobs if job.size == size]):
+                done[group.visit.number] = group
         return [done[job.visit.number] for job in jobs]
 
     def _finished(self, jobs: list[Job]) -> list[Group]:
@@ -354,8 +357,3 @@ class TrlSampler(JobQueue):
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-
-
-def _of_one_size(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Split jobs by size: TRL generates as many rollouts for each prompt of a call."""
-    return [[job for job in jobs if job.size == size] for size in sorted({job.size for job in jobs})]
