@@ -134,14 +134,6 @@ def aligned(recorded: Groups) -> dict[int, Recorded]:
     return groups
 
 
-def rows_by_type(at: Recorded) -> dict[str, np.ndarray]:
-    """Return the indices of each task type's groups. Raises ConfigError when the table has no types."""
-    if "task_type" not in at.columns:
-        raise ConfigError(f"{at.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
-    types_N = at.columns["task_type"]
-    return {kind: np.flatnonzero(types_N == kind) for kind in sorted(set(types_N))}
-
-
 def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) -> dict[int, Recorded]:
     """Return a CSV, JSONL or Parquet table, or that of a run directory, as {K: groups}, ascending.
 
