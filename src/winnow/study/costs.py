@@ -130,7 +130,6 @@ class Recorder:
     """A callback that counts the work of each step."""
 
     clock: Callable[[], float] = time.perf_counter
-    steps: list[Step] = field(default_factory=list)
     finished: list[Group] = field(default_factory=list)
     """Groups that finished in the last step."""
     _waiting: list[Group] = field(default_factory=list)
@@ -161,9 +160,7 @@ class Recorder:
         seconds = {"generate": times["generate"], "update": times["update"] + times["reuse"]}
         signal = sum(squares(group.known_rewards()) for group in self._trained)
         again = REUSED * metrics.get("reuse/groups", 0.0) / max(1, len(self._trained))
-        step = Step(work, seconds | {"rest": whole - sum(times.values())}, signal * (1 + again))
-        self.steps.append(step)
-        return step
+        return Step(work, seconds | {"rest": whole - sum(times.values())}, signal * (1 + again))
 
 
 @dataclass(frozen=True)
