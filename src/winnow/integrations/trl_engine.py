@@ -18,7 +18,7 @@ from ..base.weights import FiniteWeights, StateWeights, WeightSource, state_once
 from ..config import RunConfig
 from ..config.options import MethodSpec, name_of
 from ..engine import VllmOptions
-from ..engine.base import Engine, close_engine
+from ..engine.base import Engine, close_engine, release_engine
 from ..engine.facts import end_where_rollouts_do
 from ..engine.initial_model import require_embeddings
 from ..engine.loading import ModelReference, prepare_cuda
@@ -182,9 +182,7 @@ class EngineInTrl:
 
     def release(self) -> None:
         """Free memory that the update can use, until the next `publish`."""
-        release = getattr(self._engine, "release", None)
-        if release is not None:
-            release()
+        release_engine(self._engine)
 
     def close(self) -> None:
         """Close an engine that outlasts this object; the next `publish` builds another."""

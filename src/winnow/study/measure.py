@@ -32,7 +32,7 @@ from ..base.machine import PACKAGE, gpu_memory_since, install, processor, usable
 from ..base.noise import noise_key
 from ..config import RunConfig, validate
 from ..engine import VllmOptions
-from ..engine.base import Finished, Request
+from ..engine.base import Finished, Request, release_engine
 from ..engine.loading import ModelReference, quiet_transformers
 from ..engine.pretrained import located
 from ..learner.agreement import require_agreement
@@ -134,7 +134,7 @@ def update(bench: Bench) -> Figures:
     """Time the third of three updates: by then the optimizer has its state and kernels are loaded."""
     _, engine, learner = bench.built
     loss = build_loss(bench.config, bench.resolved.options)
-    _release(engine)
+    release_engine(engine)
 
     def work() -> None:
         learner.accumulate(bench.rows, loss, 0)
@@ -164,7 +164,7 @@ def vllm(bench: Bench) -> Figures:
     if importlib.util.find_spec("vllm") is None:
         raise SkippedError(f"vLLM is not installed; {install('vllm')}")
     tokenizer, embedded, _ = bench.built
-    _release(embedded)
+    release_engine(embedded)
     options, c = replace(bench.resolved.options, engine=VllmOptions()), bench.config
     model = ModelReference(located(c.model), bench.device)
 
@@ -175,7 +175,7 @@ def vllm(bench: Bench) -> Figures:
     engine, start_s = start()
     figures = _engine(bench, engine, ("vLLM publish", "vLLM generation"))
     figures |= {"start_s": start_s, "device": str(engine.device)} | {"awake": gpu_memory_since(bench.device)}
-    _release(engine)
+    release_engine(engine)
     figures["asleep"] = gpu_memory_since(bench.device)
     engine.close()
     second, figures["second_start_s"] = start()  # as in a notebook cell that runs twice
@@ -202,19 +202,13 @@ def _engine(bench: Bench, engine: Any, phases: tuple[str, str]) -> Figures:
 
     for _ in range(2):
         rollouts.clear()
-        _release(engine)
+        release_engine(engine)
         publish_s = bench.timed(publish, phases[0])
         seconds = bench.timed(generate, phases[1])
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     agreement = require_agreement(rollouts, learner, engine.dtype)
     figures = {"tokens_per_s": tokens / seconds, "publish_s": publish_s, "dtype": engine.dtype}
     return figures | {"nats_from_learner": asdict(agreement)}
-
-
-def _release(engine: Any) -> None:
-    """Release the engine's memory, as a run does before an update."""
-    if hasattr(engine, "release"):
-        engine.release()
 
 
 def memory(bench: Bench) -> Figures:
