@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..base.errors import ConfigError
 from ..base.machine import PACKAGE, gpu_memory_since, install, processor, usable_threads
@@ -43,6 +42,7 @@ from ..run.build_methods import build_loss
 from ..run.resolve import engine_for_run, resolve_here
 from ..run.resolved import Resolved, sampling_params
 from ..types import Rollout
+from .warm_start import word_tokenizer
 
 SIZES = {
     "cuda": {"prompts_per_step": 16, "num_generations": 8, "max_prompt_length": 256, "max_completion_length": 256},
@@ -381,13 +381,11 @@ def _tokens(c: RunConfig) -> int:
 def _made(directory: Path, *, large: bool) -> str:
     """Save a Llama sized like Qwen3-0.6B, or a small one for a CPU, with random weights and meaningless words."""
     hidden, layers, vocabulary, heads = (1024, 28, 151_936, 16) if large else (256, 3, 512, 4)
-    words = {f"w{i}": i for i in range(vocabulary - 1)} | {"<eos>": vocabulary - 1}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="<eos>").save_pretrained(directory)
+    tokenizer = word_tokenizer([f"w{i}" for i in range(vocabulary - 2)], 2048)
+    tokenizer.save_pretrained(directory)
     sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 128}
-    config = LlamaConfig(**sizes, vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=vocabulary - 1)
+    config = LlamaConfig(**sizes, vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16 if large else torch.float32).save_pretrained(directory)
