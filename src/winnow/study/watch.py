@@ -59,7 +59,7 @@ class Watch(ThreadingHTTPServer):
         """Print nothing: the console is the user's, and strangers may send anything."""
 
     def __init__(self, runs: Sequence[Path], host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
-        self.runs, self.token = [Path(run) for run in runs], token or secrets.token_urlsafe(16)
+        self.runs, self.token = runs, token or secrets.token_urlsafe(16)
         self._held, self._mark, self._data = threading.Lock(), "", {}  # type: ignore[var-annotated]
         self._rest_until = 0.0
         self.document()
