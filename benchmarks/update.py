@@ -27,8 +27,7 @@ from harness import BENCH, ROOT, in_turn, machine, read_json, spread, write_json
 from winnow.engine.loading import CPU, load_causal_lm, load_tokenizer
 from winnow.learner.base import Policy
 from winnow.learner.context import LearnerContext
-from winnow.learner.local.learner import LearnerOptions
-from winnow.learner.local.options import Local
+from winnow.learner.local.learner import LearnerOptions, Local
 from winnow.learner.rows import Row
 from winnow.methods.loss import LossConfig
 from winnow.types import Rollout

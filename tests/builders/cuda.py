@@ -131,10 +131,10 @@ def rank_of_one(device: str) -> Any:
     rank = object.__new__(ShardedLearner)
     parameter = torch.nn.Parameter(torch.ones(3, device=device))
     rank._params, rank.reference = {"w": parameter}, None
-    rank._optimizer = torch.optim.AdamW([parameter], fused=True)
+    rank.optimizer = torch.optim.AdamW([parameter], fused=True)
     return rank
 
 
 def step_of(rank: Any) -> None:
     rank._params["w"].grad = torch.ones_like(rank._params["w"])
-    rank._optimizer.step()
+    rank.optimizer.step()

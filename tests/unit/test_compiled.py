@@ -21,9 +21,8 @@ from winnow.learner.context import LearnerContext
 from winnow.learner.fsdp.learner import Fsdp
 from winnow.learner.local import compiled, logprob
 from winnow.learner.local.forward import predictions
-from winnow.learner.local.learner import LearnerOptions, LocalLearner
+from winnow.learner.local.learner import LearnerOptions, Local, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution, token_logp
-from winnow.learner.local.options import Local
 from winnow.learner.local.reference import frozen_copy
 from winnow.methods.loss import LossConfig
 from winnow.run.budget import Shapes

@@ -170,7 +170,7 @@ def test_optimizer_state_of_ranks_is_loaded_to_the_device(tmp_path: Path) -> Non
     with PretendCuda() as gpu:
         loaded = rank_of_one("cuda")
         loaded.load(tmp_path)
-        (state,) = loaded._optimizer.state.values()
+        (state,) = loaded.optimizer.state.values()
         assert {name: tensor.is_cuda for name, tensor in state.items()} == dict.fromkeys(state, True)
         step_of(loaded)
         assert float(state["step"]) == 2

@@ -153,7 +153,7 @@ def test_a_checkpoint_holds_a_file_at_a_time_on_the_host(
         most = max(total(predicted["checkpoint"]), 1 << 20)  # an adapter, which is small
         assert 0 < gpu.peak_host_bytes - gpu.host_bytes < 1.1 * most
         saved = load_file(tmp_path / "optimizer.safetensors")
-        expected = saved_state(learner._optimizer, learner._params)
+        expected = saved_state(learner.optimizer, learner._params)
         assert saved.keys() == expected.keys()
         assert all(torch.equal(saved[name], expected[name].cpu()) for name in saved)
         gc.collect()

@@ -75,7 +75,7 @@ def steps(learner: LocalLearner, n: int, lr: float = 1e-3) -> torch.Tensor:
 
 
 def state_bytes(learner: LocalLearner) -> int:
-    states = [value for state in learner._optimizer.state.values() for value in state.values()]
+    states = [value for state in learner.optimizer.state.values() for value in state.values()]
     parts = [[getattr(s, part) for part in getattr(s, "tensor_attrs", [])] or [s] for s in states]
     return sum(tensor.nbytes for tensors in parts for tensor in tensors)
 
@@ -152,7 +152,7 @@ def test_the_step_is_proportional_to_the_rate(model: LlamaForCausalLM, name: str
 def test_muon_trains_adapters_too(model: LlamaForCausalLM, tmp_path: Path) -> None:
     adapted = get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
     learner = learner_of(adapted, "muon")
-    assert isinstance(learner._optimizer, torch.optim.Muon)
+    assert isinstance(learner.optimizer, torch.optim.Muon)
     before = {n: p.detach().clone() for n, p in adapted.named_parameters()}
     steps(learner, 2)
     changed = {n for n, p in adapted.named_parameters() if not torch.equal(p, before[n])}

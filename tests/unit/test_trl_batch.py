@@ -34,8 +34,7 @@ def test_tokens_weigh_what_they_weigh_in_winnows_own_update(
         times_N,
         5 + pruned,
         loss_type=loss_type,
-        parts=parts,
-        empty=row(2),
+        empty=[row(2)] * (-5 % parts),
         pad_token=0,
     )
     B = len(batch["advantages"])

@@ -72,6 +72,16 @@ def test_a_page_that_takes_long_is_read_a_tenth_of_the_time(run: Path, monkeypat
     assert len(read) == 3
 
 
+def test_a_file_that_is_removed_at_that_moment_is_absent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SQLite removes the write-ahead log of a ledger when its run ends."""
+    before = watch.mark_of([run])
+    with monkeypatch.context() as moment:
+        moment.setattr(Path, "exists", lambda path: True)  # what was true a moment ago
+        assert watch.mark_of([run]) == before
+    with pytest.raises(ValueError, match="not a run directory"):
+        Watch([run / "metrics.jsonl"])
+
+
 def test_who_is_answered(run: Path) -> None:
     with serving(run) as server:
         assert ask(server, "/../../etc/passwd")[0].status == 404

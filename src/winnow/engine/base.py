@@ -224,3 +224,10 @@ def close_engine(engine: Engine | None) -> None:
     close = getattr(engine, "close", None)
     if close is not None:
         close()
+
+
+def release_engine(engine: Engine | None) -> None:
+    """Free the weights' memory of an engine that can, until its next `load_weights`."""
+    release = getattr(engine, "release", None)
+    if release is not None:
+        release()

@@ -24,6 +24,7 @@ from ..methods.select import SELECTORS, StreamSelector
 from ..methods.success import Success
 from ..record.stop_conditions import nothing_left
 from ..types import Fate, Group, Prompt, Rollout, Visit
+from .verl_rollouts import without_tokens
 
 
 class SamplerState(State):
@@ -145,14 +146,7 @@ def _trainable(group: Sequence[Any]) -> list[Any]:
 
 def _rollout(sibling: int, trace: Any) -> Rollout:
     """Return a trace as a rollout without tokens, which no selector reads."""
-    rollout = Rollout(
-        sibling=sibling,
-        prompt_ids=(),
-        token_ids=np.zeros(0, np.int64),
-        action_mask=np.zeros(0, bool),
-        sampler_logp=np.zeros(0, np.float32),
-        versions=np.zeros(0, np.int32),
-    )
+    rollout = without_tokens(sibling)
     scored = any(reward is not None for reward in trace.rewards.values())
     if trace.has_error or not scored or not np.isfinite(trace.reward):
         rollout.fate, rollout.reason = Fate.FAILED, "the trace has an error, or no reward that is finite"

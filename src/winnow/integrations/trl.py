@@ -61,14 +61,6 @@ def _require_env_reward(task: Task, reward_funcs: Any, eval_dataset: Any) -> Non
         raise ConfigError("eval_dataset: TRL evaluates without environments, which give env_reward; leave it out")
 
 
-def _with_prompts(task: Task, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with a task's prompts as TRL's data set. Raises ConfigError if one is given already."""
-    if kwargs.get("train_dataset") is not None:
-        raise ConfigError("train_dataset: env brings its own prompts; give one of the two")
-    rows = [{"prompt": _row_of(prompt)["prompt"]} for prompt in task.train]
-    return kwargs | {"train_dataset": Dataset.from_list(rows)}
-
-
 def _row_of(prompt: Prompt) -> dict[str, Any]:
     """Return a prompt as a row of TRL: its columns of any type, and the prompt itself."""
     return {**prompt.columns, "prompt": prompt.text if prompt.messages is None else list(prompt.messages)}
@@ -104,7 +96,9 @@ class WinnowGRPOTrainer(GRPOTrainer):
         del kwargs["self"]
         given = None if env is None else build_task(env)
         if given is not None:
-            kwargs = _with_prompts(given, kwargs)
+            if kwargs.get("train_dataset") is not None:
+                raise ConfigError("train_dataset: env brings its own prompts; give one of the two")
+            kwargs["train_dataset"] = Dataset.from_list([{"prompt": _row_of(p)["prompt"]} for p in given.train])
             _require_env_reward(given, kwargs.get("reward_funcs"), kwargs.get("eval_dataset"))
         super().__init__(**kwargs)
         if methods["gates"] or given is not None:

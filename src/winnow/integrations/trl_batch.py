@@ -59,52 +59,40 @@ def batch_of(
     count: int,
     *,
     loss_type: str,
-    parts: int,
-    empty: Tensors,
+    empty: Sequence[Tensors],
     pad_token: int,
+    multiple_of: int = 1,
 ) -> Tensors:
-    """Return N rows as a rectangle padded as TRL pads, with empty rows added until it divides into `parts`.
+    """Return N rows, then the `empty` ones, as a rectangle padded as TRL pads.
 
-    Each row counts as `times_N` of the `count` rows that the loss averages over; empty rows are copies of `empty`. The
-    loss equals TRL's on the N rows alone.
+    Each row counts as `times_N` of the `count` rows that the loss averages over, an empty one as none: the loss equals
+    TRL's on the N rows alone. Lengths are a multiple of `multiple_of`, as TRL's `pad_to_multiple_of`.
     """
-    n = len(rows)
-    total = max(parts, -(-n // parts) * parts)
-    merged = _merged([*rows, *[empty] * (total - n)], pad_token)
+    n, total = len(rows), len(rows) + len(empty)
+    merged = _merged([*rows, *empty], pad_token, multiple_of)
     merged["completion_mask"][n:] = 0
     times_N = times_N if loss_type in TOKEN_MEANS or not count else times_N * total / count
     device = merged["completion_mask"].device
     weighted = np.concatenate([advantages_N * times_N, np.zeros(total - n)])
     merged["advantages"] = torch.tensor(weighted, dtype=torch.float32, device=device)
-    tokens_B = (merged["completion_mask"] * merged.get("tool_mask", 1)).sum(1)
-    tokens = tokens_B.sum()
+    tokens = (merged["completion_mask"] * merged.get("tool_mask", 1)).sum()
     if count > n > 0:  # absent rows have the mean length of the others
         tokens = tokens * (count / n)
     return merged | {"num_items_in_batch": tokens}
 
 
-def widened(batch: Tensors, multiple_of: int, pad_token: int) -> Tensors:
-    """Pad prompts and completions of a rectangle to a multiple of this length, as TRL's `pad_to_multiple_of`."""
-    return batch | {
-        key: _padded(batch[key], -batch[key].shape[1] % multiple_of, key, pad_token)
-        for key in (*PADDED_LEFT, *PADDED_RIGHT, *BY_TOKEN)
-        if key in batch and not (key == "importance_sampling_ratio" and batch[key].shape[1] == 1)  # of the sequence
-    }
-
-
-def _merged(rows: Sequence[Tensors], pad_token: int) -> Tensors:
-    """Merge rows of several generations into one rectangle."""
+def _merged(rows: Sequence[Tensors], pad_token: int, multiple_of: int) -> Tensors:
+    """Merge rows of several generations into one rectangle, padded on the side TRL pads."""
     merged = {}
     for key in rows[0].keys() - {"advantages"}:
         longest = max(len(row[key]) for row in rows)
-        merged[key] = torch.stack([_padded(row[key], longest - len(row[key]), key, pad_token) for row in rows])
+        if not (key == "importance_sampling_ratio" and longest == 1):  # of the sequence
+            longest += -longest % multiple_of
+        fill = {"prompt_ids": pad_token, "completion_ids": pad_token, "tool_mask": 1}.get(key, 0)
+        missing = [longest - len(row[key]) for row in rows]
+        sides = [(n, 0) if key in PADDED_LEFT else (0, n) for n in missing]
+        merged[key] = torch.stack([pad(row[key], side, value=fill) for row, side in zip(rows, sides, strict=True)])
     return merged
-
-
-def _padded(values: torch.Tensor, missing: int, key: str, pad_token: int) -> torch.Tensor:
-    """Pad the last dimension by `missing` values, on the side TRL pads."""
-    fill = {"prompt_ids": pad_token, "completion_ids": pad_token, "tool_mask": 1}.get(key, 0)
-    return pad(values, (missing, 0) if key in PADDED_LEFT else (0, missing), value=fill)
 
 
 Logps = tuple[torch.Tensor, torch.Tensor | None, Any]

@@ -104,20 +104,21 @@ def _mark(function: Any) -> bool | None:
 def _reasons(trainer: Any, c: RunConfig, options: Options, m: Methods, by_engine: bool) -> Iterator[str]:
     """Yield why these methods cannot work inside TRL."""
     advantage, args = m.advantage, trainer.args
-    if isinstance(advantage, InUpdate) and advantage.weighing == "energy":
-        yield "advantage: its baseline needs the probabilities of all tokens, which TRL's forward pass does not return"
-    if isinstance(advantage, InUpdate) and args.off_policy_mask_threshold is not None:
-        yield "advantage: off_policy_mask_threshold uses a sign that its baseline decides; remove one of them"
-    if isinstance(advantage, InUpdate) and trainer._entropy_bonus_enabled:
-        yield "entropy_coef: the baseline of this advantage has no entropy term; leave out use_adaptive_entropy"
-    if isinstance(advantage, InUpdate) and trainer.top_entropy_quantile < 1:
-        yield "advantage: its baseline ignores top_entropy_quantile; remove one of them"
     several = trainer.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
-    if isinstance(advantage, InUpdate) and several:
-        yield (
-            f"advantage: {name_of(c.advantage)} computes its baseline once per generation batch, with the policy at "
-            "that time; set num_iterations=1 and steps_per_generation=gradient_accumulation_steps"
-        )
+    if isinstance(advantage, InUpdate):
+        if advantage.weighing == "energy":
+            yield "advantage: its baseline needs all tokens' probabilities, which TRL's forward pass does not return"
+        if args.off_policy_mask_threshold is not None:
+            yield "advantage: off_policy_mask_threshold uses a sign that its baseline decides; remove one of them"
+        if trainer._entropy_bonus_enabled:
+            yield "entropy_coef: the baseline of this advantage has no entropy term; leave out use_adaptive_entropy"
+        if trainer.top_entropy_quantile < 1:
+            yield "advantage: its baseline ignores top_entropy_quantile; remove one of them"
+        if several:
+            yield (
+                f"advantage: {name_of(c.advantage)} computes its baseline once per generation batch, with the policy "
+                "at that time; set num_iterations=1 and steps_per_generation=gradient_accumulation_steps"
+            )
     scales = name_of(c.step_scale) != "none"
     if scales and not (several or args.use_vllm or by_engine):
         yield (

@@ -44,7 +44,8 @@ class TrlRows(DatasetTask):
             text, messages = self._prompt(row)
             given = row.values.get("id")
             own_id = str(given) if isinstance(given, str | int) and given != "" else None
-            if own_id is None and not _has_words(text, messages):
+            has_words = bool((text or "").strip()) or any(message.get("content") for message in messages or ())
+            if own_id is None and not has_words:
                 own_id = f"row-{row.number}"  # rows that differ only in their position
             self._store.add(row, own_id, text, messages)
         for column, where in unshown.items():
@@ -71,7 +72,3 @@ class TrlRows(DatasetTask):
     def _warn_of_duplicates(self) -> None:
         if not self._environments:
             super()._warn_of_duplicates()
-
-
-def _has_words(text: str | None, messages: tuple[Message, ...] | None) -> bool:
-    return bool((text or "").strip()) or any(message.get("content") for message in messages or ())

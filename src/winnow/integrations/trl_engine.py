@@ -18,7 +18,7 @@ from ..base.weights import FiniteWeights, StateWeights, WeightSource, state_once
 from ..config import RunConfig
 from ..config.options import MethodSpec, name_of
 from ..engine import VllmOptions
-from ..engine.base import Engine, close_engine
+from ..engine.base import Engine, close_engine, release_engine
 from ..engine.facts import end_where_rollouts_do
 from ..engine.initial_model import require_embeddings
 from ..engine.loading import ModelReference, prepare_cuda
@@ -182,9 +182,7 @@ class EngineInTrl:
 
     def release(self) -> None:
         """Free memory that the update can use, until the next `publish`."""
-        release = getattr(self._engine, "release", None)
-        if release is not None:
-            release()
+        release_engine(self._engine)
 
     def close(self) -> None:
         """Close an engine that outlasts this object; the next `publish` builds another."""
@@ -275,7 +273,10 @@ class TrlSampler(JobQueue):
         return of_engine | self._seconds.take()
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
-        done = {group.visit.number: group for part in _of_one_size(jobs) for group in self._finished(part)}
+        done = {}
+        for size in sorted({job.size for job in jobs}):  # TRL generates as many rollouts for each prompt of a call
+            for group in self._finished([job for job in jobs if job.size == size]):
+                done[group.visit.number] = group
         return [done[job.visit.number] for job in jobs]
 
     def _finished(self, jobs: list[Job]) -> list[Group]:
@@ -354,8 +355,3 @@ class TrlSampler(JobQueue):
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-
-
-def _of_one_size(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Split jobs by size: TRL generates as many rollouts for each prompt of a call."""
-    return [[job for job in jobs if job.size == size] for size in sorted({job.size for job in jobs})]

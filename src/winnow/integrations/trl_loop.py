@@ -30,7 +30,7 @@ from ..run.checkpoint import load_state_in_trl, refuse_used_directory, understoo
 from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
 from .hosted import keep_from_uploads, open_account, require_ledger, require_unchanged
-from .trl_batch import Tensors, batch_of, widened
+from .trl_batch import Tensors, batch_of
 from .trl_config import ENDLESS, methods_of
 from .trl_engine import NO_REWARD, EngineInTrl, RollOut, TrlSampler
 from .trl_update import StepScaling, squared_norms, with_baselines
@@ -263,18 +263,18 @@ class LoopInTrl:
         rows, self._in_batch = [self._sampler.row(*each) for each in trained], [r for _, r in trained]
         unbiased = step_options(self.config, self._methods.options).unbiased
         pruned = sum(r.fate == Fate.PRUNED for g in batch.groups for r in g.rollouts) if unbiased else 0
-        pad_token = self._trainer._tokenizer.pad_token_id
-        tensors = batch_of(
+        parts = self._trainer.args.steps_per_generation  # into which TRL divides the batch
+        missing = -len(rows) % parts if rows else parts
+        return batch_of(
             rows,
             self._advantages(batch.groups, rows),
             np.array([1 / r.survival_p if unbiased else 1.0 for r in self._in_batch]),
             len(rows) + pruned,
             loss_type=self._trainer.loss_type,
-            parts=self._trainer.args.steps_per_generation,
-            empty=self._sampler.row(batch.finished[0], batch.finished[0].rollouts[0]),
-            pad_token=pad_token,
+            empty=[self._sampler.row(batch.finished[0], batch.finished[0].rollouts[0])] * missing,
+            pad_token=self._trainer._tokenizer.pad_token_id,
+            multiple_of=self._trainer.pad_to_multiple_of or 1,
         )
-        return widened(tensors, self._trainer.pad_to_multiple_of or 1, pad_token)
 
     def _advantages(self, groups: Sequence[Group], rows: Sequence[Tensors]) -> np.ndarray:
         """Return advantages [N] of the rollouts with a reward; `rows`: theirs, group by group."""

@@ -68,19 +68,16 @@ def groups_of(
     return groups
 
 
+def without_tokens(sibling: int, **known: Any) -> Rollout:
+    """Return a rollout whose tokens are unknown; `known`: its other fields."""
+    ids, logp, versions = np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.int32)
+    return Rollout(sibling, (), ids, np.zeros(0, bool), logp, versions, **known)
+
+
 def failed_rollout(sibling: int) -> Rollout:
     """Return a rollout of which verl has no trajectory."""
-    return Rollout(
-        sibling=sibling,
-        prompt_ids=(),
-        token_ids=np.zeros(0, np.int64),
-        action_mask=np.zeros(0, bool),
-        sampler_logp=np.zeros(0, np.float32),
-        versions=np.zeros(0, np.int32),
-        stop_reason="failed",
-        fate=Fate.FAILED,
-        reason=NO_TRAJECTORY,
-        num_computed_tokens=None,
+    return without_tokens(
+        sibling, stop_reason="failed", fate=Fate.FAILED, reason=NO_TRAJECTORY, num_computed_tokens=None
     )
 
 

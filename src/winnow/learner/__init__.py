@@ -3,7 +3,7 @@
 from .base import Learner, LearnerLostError, Policy
 from .context import LearnerContext
 from .fsdp.learner import Fsdp
-from .local.options import Local
+from .local.learner import Local
 
 LEARNERS: dict[str, type] = {"local": Local, "fsdp": Fsdp}
 

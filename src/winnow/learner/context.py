@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .base import Policy
-from .local.learner import LearnerOptions
 from .local.logprob import TokenDistribution
+from .local.scorer import LearnerOptions
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,7 @@ class OptimizerStep:
             **sampling,
             **lag_metrics(teaching, step),
             **self.scale.metrics(),
-            **_token_means(stats, self.loss),
-            **_baseline_metrics(stats),
+            **_stats_metrics(stats, self.loss),
         }
 
     def _ess(self, log_w_B: torch.Tensor, others: Sequence[Row]) -> dict[str, float]:
@@ -169,8 +168,8 @@ class OptimizerStep:
         return {} if kl is None else {"kl": kl}
 
 
-def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
-    """Return means over the action tokens of rows with a gradient, under TRL's names."""
+def _stats_metrics(stats: Stats, loss: LossConfig) -> dict[str, float]:
+    """Return metrics of the update: means over the action tokens of rows with a gradient, under TRL's names."""
     metrics = {
         "entropy": stats.mean("entropy"),
         "update/tokens": stats.sums["tokens"],
@@ -185,13 +184,7 @@ def _token_means(stats: Stats, loss: LossConfig) -> dict[str, float]:
     if loss.correction.active:
         metrics["correction/clipped_share"] = stats.mean("correction/clipped", of="correction/clipped_of")
         metrics["correction/masked_share"] = stats.mean("correction/masked", of="correction/masked_of")
-    return metrics
-
-
-def _baseline_metrics(stats: Stats) -> dict[str, float]:
-    """Return metrics of advantages whose baselines the update computes."""
-    metrics = {}
-    if stats.baselines:
+    if stats.baselines:  # of advantages whose baselines the update computes
         metrics["baseline/mean"] = float(torch.cat(stats.baselines).mean())
     if stats.row_norm_B:
         norm_N = torch.cat(stats.row_norm_B)

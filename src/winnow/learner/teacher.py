@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..base.errors import ConfigError
-from ..base.seconds import Seconds
+from ..base.seconds import now
 from ..base.weights import weights_digest
 from ..config.options import TeacherConfig
 from ..engine.loading import CPU, load_causal_lm, load_tokenizer, require_finite
@@ -51,10 +51,10 @@ class Teacher:
 
         Raises FloatingPointError when a log-probability is not finite, ConfigError when a row is too long.
         """
-        seconds = Seconds("teacher")
-        with seconds.phase("teacher"):
-            seen = self._as_seen(rows, groups)
-            logps = self.ask(seen)
+        started = now()
+        seen = self._as_seen(rows, groups)
+        logps = self.ask(seen)
+        seconds = now() - started
         scored = []
         for row, logp in zip(rows, logps, strict=True):
             values_A = logp.detach().float().cpu().numpy()
@@ -66,7 +66,7 @@ class Teacher:
                 )
             scored.append(replace(row, teacher_logp=values_A))
         read = sum(row.length for row in seen)
-        return scored, {"teacher/tokens": float(read), "seconds/update/teacher": seconds.take()["teacher"]}
+        return scored, {"teacher/tokens": float(read), "seconds/update/teacher": seconds}
 
     def _as_seen(self, rows: Sequence[Row], groups: Sequence[Group]) -> list[Row]:
         """Return the rows as the teacher reads them."""
@@ -137,7 +137,10 @@ def _teacher(
 
 def _require_same_vocabulary(source: str, model: Any, tokenizer: Any, n_tokens: int) -> None:
     """Raise ConfigError unless every id that the policy samples is the same token for the teacher."""
-    own, theirs = (_by_id(each, n_tokens) for each in (tokenizer, load_tokenizer(source)))
+    own, theirs = (
+        {i: token for token, i in each.get_vocab().items() if i < n_tokens}
+        for each in (tokenizer, load_tokenizer(source))
+    )
     rows = model.get_output_embeddings().weight.shape[0]
     if rows < n_tokens:
         raise ConfigError(f"teacher: {source} has {rows} tokens, and the policy {n_tokens}; choose one of its family")
@@ -148,10 +151,6 @@ def _require_same_vocabulary(source: str, model: Any, tokenizer: Any, n_tokens: 
             f"teacher: {source} has another vocabulary: token {i} is {theirs.get(i)!r}, and {own.get(i)!r} for the "
             f"policy ({len(different)} of {n_tokens} differ); choose a teacher of the policy's family"
         )
-
-
-def _by_id(tokenizer: Any, n_tokens: int) -> dict[int, str]:
-    return {i: token for token, i in tokenizer.get_vocab().items() if i < n_tokens}
 
 
 def _hint(template: str, tokenizer: Any, task: Task) -> Callable[[Prompt], tuple[int, ...]]:

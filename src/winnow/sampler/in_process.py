@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from ..base.noise import noise_key
 from ..base.weights import WeightSource, save_tensors
-from ..engine.base import Engine
+from ..engine.base import Engine, release_engine
 from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner
@@ -153,9 +153,7 @@ class InProcessSampler(Sampler):
             raise ValueError(f"weights of version {version} ({file}): {error}") from None
 
     def make_room(self) -> None:
-        release = getattr(self.engine, "release", None)
-        if release is not None:
-            release()
+        release_engine(self.engine)
 
     def save(self, directory: Path) -> None:
         for version, weights in self._kept.items():

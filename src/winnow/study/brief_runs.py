@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,11 +44,6 @@ class BriefRun:
     stopped: str = ""
     predicted: float | None = None
     """Mean seconds of its steps without the first, predicted before it ran."""
-
-    @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> BriefRun:
-        steps = [Step(**step) for step in saved["steps"]]
-        return cls(**dict(saved) | {"steps": steps, "seen": [Seen.read(each) for each in saved["seen"]]})
 
     @property
     def warm(self) -> list[Step]:

@@ -36,7 +36,7 @@ SAME_EVALUATION = (
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A figure of a run. `better` is 1 (more), -1 (less) or 0 (no direction)."""
+    """A figure of a run. `better` is 1 (more) or -1 (less)."""
 
     key: str
     label: str

@@ -78,7 +78,6 @@ def write_page(found: Comparison, output: Path) -> None:
 
     Raises FileNotFoundError when the folder of `output` does not exist.
     """
-    output = Path(output)
     check_output(output)
     title = "Winnow: " + ", ".join(visible(m.name) for m in found.methods)
     data = {
@@ -143,7 +142,7 @@ def _against_text(e: Estimate, m: Measure) -> str:
 
 
 def _state(e: Estimate, m: Measure) -> str:
-    if e.low is None or e.high is None or not m.better:
+    if e.low is None or e.high is None:
         return ""
     nothing = 1.0 if m.ratio else 0.0
     sign = m.better * ((e.low > nothing) - (e.high < nothing))

@@ -90,10 +90,6 @@ class Seen:
         sizes = sorted({size, *(2**i for i in range(1, size.bit_length()))})
         return cls(group.prompt.id, list(right), {n: Shape.of(siblings[:n]) for n in sizes})
 
-    @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> Seen:
-        return cls(saved["prompt"], saved["right"], {int(n): Shape(*shape) for n, shape in saved["shapes"].items()})
-
 
 class Shapes:
     """Shapes of groups by size and share of right answers: groups without a signal have more in common."""
@@ -134,7 +130,6 @@ class Recorder:
     """A callback that counts the work of each step."""
 
     clock: Callable[[], float] = time.perf_counter
-    steps: list[Step] = field(default_factory=list)
     finished: list[Group] = field(default_factory=list)
     """Groups that finished in the last step."""
     _waiting: list[Group] = field(default_factory=list)
@@ -165,9 +160,7 @@ class Recorder:
         seconds = {"generate": times["generate"], "update": times["update"] + times["reuse"]}
         signal = sum(squares(group.known_rewards()) for group in self._trained)
         again = REUSED * metrics.get("reuse/groups", 0.0) / max(1, len(self._trained))
-        step = Step(work, seconds | {"rest": whole - sum(times.values())}, signal * (1 + again))
-        self.steps.append(step)
-        return step
+        return Step(work, seconds | {"rest": whole - sum(times.values())}, signal * (1 + again))
 
 
 @dataclass(frozen=True)

@@ -80,25 +80,20 @@ def summary(run_dir: Path, page: Path) -> dict[str, Any]:
     """Return the demo's summary: training, held-out figures before and after, tokens by fate, and the report's path."""
     lines = list(read_metrics(run_dir))
     evaluations = [m for m in lines if "eval/avg@n" in m]
+    first, last = evaluations[0], evaluations[-1]
+    names = [name for name in ("pass@1", "greedy", "avg@n") if f"eval/{name}" in last]  # no pass@1 if none is known
     with Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
         totals = ledger.totals()
     return {
         "run": str(run_dir),
         "step": lines[-1]["step"],
         "seconds": lines[-1]["seconds_total"],
-        **_first_and_last(evaluations),
+        **{name: [first[f"eval/{name}"], last[f"eval/{name}"]] for name in names},
         "answers": _answers(run_dir),
         "failed": failures_of(run_dir),
         "tokens": {str(f): int(totals[f]["tokens"]) for f in Fate if f in totals and totals[f]["tokens"]},
         "report": str(page),
     }
-
-
-def _first_and_last(evaluations: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return held-out figures before and after, by name; without pass@1 if right answers are unknown."""
-    first, last = evaluations[0], evaluations[-1]
-    names = [name for name in ("pass@1", "greedy", "avg@n") if f"eval/{name}" in last]
-    return {name: [first[f"eval/{name}"], last[f"eval/{name}"]] for name in names}
 
 
 def _answers(run_dir: Path) -> list[dict[str, str]]:

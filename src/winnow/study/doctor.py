@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import platform
 import shutil
 import socket
-import sys
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -43,9 +41,8 @@ Finding = tuple[str, str, str]
 
 
 def _software() -> Iterator[Finding]:
-    fine = sys.version_info >= (3, 11)
     yield "winnow", __version__, ""
-    yield "Python", platform.python_version(), "" if fine else "Python 3.11 or newer"
+    yield "Python", platform.python_version(), ""
     yield "PyTorch", torch.__version__, ""
 
 
@@ -161,7 +158,6 @@ class Probe:
 
     def facts(self) -> dict[str, Any]:
         import ray
-        import torch
 
         devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         address = (ray.util.get_node_ip_address(), self._listener.getsockname()[1])
@@ -305,8 +301,8 @@ def versions() -> dict[str, str]:
     """Return the versions that must be the same on all nodes."""
     known = {"python": platform.python_version()}
     for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            known[name] = importlib.metadata.version(name)
+        with contextlib.suppress(PackageNotFoundError):
+            known[name] = version(name)
     source, root = hashlib.sha256(), Path(__file__).resolve().parents[1]
     for path in sorted(root.rglob("*.py")):
         source.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())

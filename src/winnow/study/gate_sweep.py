@@ -18,7 +18,7 @@ from ..base.errors import ConfigError
 from ..methods.gate.divergence import OfType, config_entry
 from ..methods.gate.signals import TERMINATION
 from ..methods.posterior import auroc, midranks
-from .gate_tables import Groups, Recorded, aligned, rows_by_type, some
+from .gate_tables import Groups, Recorded, aligned, some
 
 FOLDS = 5
 SMALL = 20
@@ -149,7 +149,12 @@ def run_sweep(recorded: Groups, sweep: Sweep, *, by_task_type: bool = False) -> 
             )
     swept = [_swept(groups, sweep, None)]
     if by_task_type:
-        for kind, rows_M in rows_by_type(next(iter(groups.values()))).items():
+        first = next(iter(groups.values()))
+        if "task_type" not in first.columns:
+            raise ConfigError(f"{first.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
+        types_N = first.columns["task_type"]
+        for kind in sorted(set(types_N)):
+            rows_M = np.flatnonzero(types_N == kind)
             if len(rows_M) >= SMALL:
                 swept.append(_swept(some(groups, rows_M), sweep, kind))
     return swept

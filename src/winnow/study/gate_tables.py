@@ -10,7 +10,6 @@ average below is of those (Horvitz and Thompson 1952). Other columns are ignored
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,14 +134,6 @@ def aligned(recorded: Groups) -> dict[int, Recorded]:
     return groups
 
 
-def rows_by_type(at: Recorded) -> dict[str, np.ndarray]:
-    """Return the indices of each task type's groups. Raises ConfigError when the table has no types."""
-    if "task_type" not in at.columns:
-        raise ConfigError(f"{at.source}: there is no column 'task_type'; name it with --map task_type=COLUMN")
-    types_N = at.columns["task_type"]
-    return {kind: np.flatnonzero(types_N == kind) for kind in sorted(set(types_N))}
-
-
 def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) -> dict[int, Recorded]:
     """Return a CSV, JSONL or Parquet table, or that of a run directory, as {K: groups}, ascending.
 
@@ -151,10 +142,10 @@ def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) ->
     twice at one K, no rows) and FileNotFoundError.
     """
     path = Path(path)
-    names, rows = _read(path)
-    ours = _columns(path, names, mapping or {})
+    rows = _read(path)
     if not rows:
         raise ConfigError(f"{path}: the table has no rows")
+    ours = _columns(path, list(dict.fromkeys(name for row in rows for name in row)), mapping or {})
     checked = _checked(path, rows, ours)
     columns = {}
     for name in ours:
@@ -169,8 +160,8 @@ def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) ->
     return found
 
 
-def _read(path: Path) -> tuple[list[str], Sequence[Mapping[str, Any]]]:
-    """Return the names of a table's columns, and its rows."""
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a table, or of that in a run directory."""
     if path.is_dir():
         path = path / GATE
         if not path.is_file():
@@ -179,23 +170,7 @@ def _read(path: Path) -> tuple[list[str], Sequence[Mapping[str, Any]]]:
             )
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    if path.suffix in (".jsonl", ".parquet", ".pq"):
-        rows = [row.values for row in read_file(path)]
-        return list(dict.fromkeys(name for row in rows for name in row)), rows
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            names = list(reader.fieldnames or ())
-            rows = []
-            for row in reader:
-                if None in row:
-                    raise ConfigError(f"{path}, line {reader.line_num}: {len(row[None])} more cells than columns")
-                rows.append(row)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a CSV, JSONL or Parquet table: {error}") from None
-    if not names:
-        raise ConfigError(f"{path}: the table is empty")
-    return names, rows
+    return [row.values for row in read_file(path)]
 
 
 def _columns(path: Path, there: Sequence[str], mapping: Mapping[str, str]) -> dict[str, str]:
@@ -218,9 +193,6 @@ def _columns(path: Path, there: Sequence[str], mapping: Mapping[str, str]) -> di
             raise ConfigError(f"{path}: there is no column '{name}'.{hint} Name it with --map {name}=COLUMN")
     if not any(name in SIGNALS for name in names):
         raise ConfigError(f"{path}: there is no column of a signal; the signals are {', '.join(SIGNALS)}")
-    for column in set(names.values()):
-        if there.count(column) > 1:
-            raise ConfigError(f"{path}: there are {there.count(column)} columns '{column}'; keep one")
     return names
 
 

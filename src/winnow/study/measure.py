@@ -22,17 +22,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..base.errors import ConfigError
 from ..base.machine import PACKAGE, gpu_memory_since, install, processor, usable_threads
 from ..base.noise import noise_key
 from ..config import RunConfig, validate
 from ..engine import VllmOptions
-from ..engine.base import Finished, Request
+from ..engine.base import Finished, Request, release_engine
 from ..engine.loading import ModelReference, quiet_transformers
 from ..engine.pretrained import located
 from ..learner.agreement import require_agreement
@@ -43,6 +42,7 @@ from ..run.build_methods import build_loss
 from ..run.resolve import engine_for_run, resolve_here
 from ..run.resolved import Resolved, sampling_params
 from ..types import Rollout
+from .warm_start import word_tokenizer
 
 SIZES = {
     "cuda": {"prompts_per_step": 16, "num_generations": 8, "max_prompt_length": 256, "max_completion_length": 256},
@@ -134,7 +134,7 @@ def update(bench: Bench) -> Figures:
     """Time the third of three updates: by then the optimizer has its state and kernels are loaded."""
     _, engine, learner = bench.built
     loss = build_loss(bench.config, bench.resolved.options)
-    _release(engine)
+    release_engine(engine)
 
     def work() -> None:
         learner.accumulate(bench.rows, loss, 0)
@@ -164,7 +164,7 @@ def vllm(bench: Bench) -> Figures:
     if importlib.util.find_spec("vllm") is None:
         raise SkippedError(f"vLLM is not installed; {install('vllm')}")
     tokenizer, embedded, _ = bench.built
-    _release(embedded)
+    release_engine(embedded)
     options, c = replace(bench.resolved.options, engine=VllmOptions()), bench.config
     model = ModelReference(located(c.model), bench.device)
 
@@ -175,7 +175,7 @@ def vllm(bench: Bench) -> Figures:
     engine, start_s = start()
     figures = _engine(bench, engine, ("vLLM publish", "vLLM generation"))
     figures |= {"start_s": start_s, "device": str(engine.device)} | {"awake": gpu_memory_since(bench.device)}
-    _release(engine)
+    release_engine(engine)
     figures["asleep"] = gpu_memory_since(bench.device)
     engine.close()
     second, figures["second_start_s"] = start()  # as in a notebook cell that runs twice
@@ -202,19 +202,13 @@ def _engine(bench: Bench, engine: Any, phases: tuple[str, str]) -> Figures:
 
     for _ in range(2):
         rollouts.clear()
-        _release(engine)
+        release_engine(engine)
         publish_s = bench.timed(publish, phases[0])
         seconds = bench.timed(generate, phases[1])
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     agreement = require_agreement(rollouts, learner, engine.dtype)
     figures = {"tokens_per_s": tokens / seconds, "publish_s": publish_s, "dtype": engine.dtype}
     return figures | {"nats_from_learner": asdict(agreement)}
-
-
-def _release(engine: Any) -> None:
-    """Release the engine's memory, as a run does before an update."""
-    if hasattr(engine, "release"):
-        engine.release()
 
 
 def memory(bench: Bench) -> Figures:
@@ -387,13 +381,11 @@ def _tokens(c: RunConfig) -> int:
 def _made(directory: Path, *, large: bool) -> str:
     """Save a Llama sized like Qwen3-0.6B, or a small one for a CPU, with random weights and meaningless words."""
     hidden, layers, vocabulary, heads = (1024, 28, 151_936, 16) if large else (256, 3, 512, 4)
-    words = {f"w{i}": i for i in range(vocabulary - 1)} | {"<eos>": vocabulary - 1}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="<eos>").save_pretrained(directory)
+    tokenizer = word_tokenizer([f"w{i}" for i in range(vocabulary - 2)], 2048)
+    tokenizer.save_pretrained(directory)
     sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 128}
-    config = LlamaConfig(**sizes, vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=vocabulary - 1)
+    config = LlamaConfig(**sizes, vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16 if large else torch.float32).save_pretrained(directory)

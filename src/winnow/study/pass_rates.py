@@ -25,11 +25,7 @@ from rich.table import Table
 from ..base.failpoint import failpoint
 from ..base.files import from_json, write_json
 from ..base.weights import weights_digest
-from ..config import RunConfig
-from ..env.base import Task
 from ..env.prompting import tokenizer_digest
-from ..env.rewards.rewarder import Rewarder
-from ..learner import Policy
 from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, summary
 from ..methods.success import Success
 from ..rollout.evaluate import RollOut, RolloutsFailedError
@@ -68,7 +64,12 @@ def profile_model(
         check_rewards(task, wanted[0], rewarder)
         success = build_success(config, task, rewarder.aliases, config.reward_weights)
         success.require()
-        key = profile_key(config, task, policy, rewarder, success, n)
+        key = profile_settings(config, task, rewarder, success) | {  # everything that decides the file's lines
+            "weights": weights_digest(policy.model.state_dict()),
+            "tokenizer": tokenizer_digest(policy.tokenizer),
+            "n": n,
+            "seed": config.seed,
+        }
         path = output or default_path(task.name, key)
         with ProfileFile(path, key, {"model": name, "task": task.name}) as file:
             cached = file.has(wanted)
@@ -86,18 +87,6 @@ def profile_model(
                 **file.cost,
                 "histogram": dict(zip(BINS, histogram(rates), strict=True)),
             }
-
-
-def profile_key(
-    config: RunConfig, task: Task, policy: Policy, rewarder: Rewarder, success: Success, n: int
-) -> dict[str, Any]:
-    """Return everything that decides a profile's lines."""
-    return profile_settings(config, task, rewarder, success) | {
-        "weights": weights_digest(policy.model.state_dict()),
-        "tokenizer": tokenizer_digest(policy.tokenizer),
-        "n": n,
-        "seed": config.seed,
-    }
 
 
 def default_path(task: str, key: Mapping[str, Any]) -> Path:

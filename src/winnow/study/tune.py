@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from ..base.errors import ConfigError
 from ..base.files import digest, from_json, private_directory, write_json
@@ -87,7 +87,7 @@ class Tuning:
             saved = from_json(self._file.read_text(encoding="utf-8"))
         if saved["key"] != self._key:
             raise ConfigError(f"{folder}: holds the runs of another configuration; remove it, or choose another -o")
-        self.runs = {name: BriefRun.read(run) for name, run in saved["runs"].items()}
+        self.runs = TypeAdapter(dict[str, BriefRun]).validate_python(saved["runs"])
         self._before, self._search = float(saved["seconds"]), saved["search"]
 
     def left(self, part: str) -> float:

@@ -43,14 +43,13 @@ def summary(found: Mapping[str, Any]) -> list[str]:
     runs = [run for run in found["runs"] if run["pass@1"]]
     lines = [f"changed: {', '.join(found['changes']) or 'nothing'}"]
     given = next((run for run in runs if run["settings"] == "given"), None)
-    for run in runs:
-        if given is None:
-            break
-        share, passed = run["signal_s"] / given["signal_s"], sum(run["pass@1"]) / len(run["pass@1"])
-        lines.append(
-            f"{run['settings']}: {run['steps']} steps of {run['step_s']:.3g} s, {share:.2f} of the given seconds to "
-            f"equal signal, mean held-out pass@1 {passed:.3f}"
-        )
+    if given is not None:
+        for run in runs:
+            share, passed = run["signal_s"] / given["signal_s"], sum(run["pass@1"]) / len(run["pass@1"])
+            lines.append(
+                f"{run['settings']}: {run['steps']} steps of {run['step_s']:.3g} s, {share:.2f} of the given seconds "
+                f"to equal signal, mean held-out pass@1 {passed:.3f}"
+            )
     errors = [abs(run["error"]) for run in found["runs"] if run["error"] is not None]
     if errors:
         lines.append(

@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,7 +38,9 @@ def mark_of(runs: Sequence[Path]) -> str:
     """Return a digest that changes when any of the runs' files grows, without reading them."""
     sha = hashlib.sha256()
     for file in (run / name for run in runs for name in CHANGING):
-        found = file.stat() if file.exists() else None
+        found = None
+        with suppress(OSError):  # SQLite removes the write-ahead log when a run ends
+            found = file.stat()
         sha.update(f"{file}{found and (found.st_size, found.st_mtime_ns)}".encode())
     return sha.hexdigest()[:16]
 
@@ -59,7 +62,7 @@ class Watch(ThreadingHTTPServer):
         """Print nothing: the console is the user's, and strangers may send anything."""
 
     def __init__(self, runs: Sequence[Path], host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
-        self.runs, self.token = [Path(run) for run in runs], token or secrets.token_urlsafe(16)
+        self.runs, self.token = runs, token or secrets.token_urlsafe(16)
         self._held, self._mark, self._data = threading.Lock(), "", {}  # type: ignore[var-annotated]
         self._rest_until = 0.0
         self.document()

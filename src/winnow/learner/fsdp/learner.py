@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -137,7 +136,7 @@ class FsdpLearner:
         self._ranks.same("sync_reference", alpha)
 
     def weights(self) -> GatheredWeights:
-        return GatheredWeights(self._specs, partial(self._ranks.same, "gather"), partial(self._ranks.same, "put"))
+        return GatheredWeights(self._specs, self._ranks)
 
     def metrics(self) -> dict[str, float]:
         """Return each rank's memory, and its peak GPU memory; seconds of rank 0."""
@@ -174,21 +173,19 @@ class FsdpLearner:
 class GatheredWeights:
     """Weights gathered from all ranks on request; see `RemoteWeights`."""
 
-    def __init__(
-        self, specs: Mapping[str, TensorSpec], gather: Callable[[], list[Any]], put: Callable[[bool], list[Any]]
-    ) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], ranks: Ranks) -> None:
         self.specs = specs
-        self._gather, self._put = gather, put
+        self._ranks = ranks
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.state_dict().items()
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
-        whole: Mapping[str, torch.Tensor] = self._gather()[0]
+        whole: Mapping[str, torch.Tensor] = self._ranks.same("gather")[0]
         return whole
 
     def put(self, *, half: bool = False) -> Any:
-        return self._put(half)[0][0]
+        return self._ranks.same("put", half)[0][0]
 
 
 def deal(rows: Sequence[Row], world: int) -> list[list[Row]]:

@@ -73,17 +73,17 @@ class ShardedLearner(LocalLearner):
         options: LearnerOptions,
         reference: nn.Module | None = None,
         *,
+        device: torch.device,
         fsdp_size: int | None = None,
         gradient_baselines: bool = False,
-        device: torch.device | None = None,
         files: Path | None = None,
     ) -> None:
         """Raises ValueError if this model cannot compute `gradient_baselines` (OPOB).
 
-        `fsdp_size`: size of the groups of ranks that shard weights; all groups are equal. `device`: this rank's; None:
-        the model's. `files`: directory of the weights if `model` has no weights yet.
+        `device`: this rank's. `fsdp_size`: size of the groups of ranks that shard weights; all groups are equal.
+        `files`: directory of the weights if `model` has no weights yet.
         """
-        self._device = device or next(model.parameters()).device
+        self._device = device
         self._files = files
         self._world = dist.get_world_size()
         self._fsdp_size = fsdp_size or self._world
@@ -137,21 +137,21 @@ class ShardedLearner(LocalLearner):
 
     def _try_gradient_baselines(self) -> None:
         """Try gradient baselines before sharding: after it, each row's backward pass would be one more collective."""
-        if self.options.gradient_checkpointing or not self._own_head:
-            why = (
-                "with gradient_checkpointing" if self.options.gradient_checkpointing else "with a head of another kind"
-            )
+        why = ""
+        if self.options.gradient_checkpointing:
+            why = "with gradient_checkpointing"
+        elif not self._own_head:
+            why = "with a head of another kind"
+        else:
+            params = [p for p in self.model.parameters() if p.requires_grad]
+            row_by_row = RowByRow(params, super()._logp)
+            try:
+                with without_adapter_dropout(self.model):
+                    exactly_batched(self._causal_lm, row_by_row, self.distribution, self._autocast)
+            except UnsupportedModelError as error:
+                why = f"for {type(self._causal_lm).__name__}: {error}"
+        if why:
             raise ValueError(f"learner: fsdp cannot find the baselines of opob {why}; use learner: local")
-        params = [p for p in self.model.parameters() if p.requires_grad]
-        row_by_row = RowByRow(params, super()._logp)
-        try:
-            with without_adapter_dropout(self.model):
-                exactly_batched(self._causal_lm, row_by_row, self.distribution, self._autocast)
-        except UnsupportedModelError as error:
-            raise ValueError(
-                f"learner: fsdp cannot find the baselines of opob for {type(self._causal_lm).__name__}: {error}; use "
-                "learner: local"
-            ) from None
 
     @cached_property
     def _batched(self) -> Batched:
@@ -307,7 +307,7 @@ class ShardedLearner(LocalLearner):
         return {
             f"{name}:{key}": value
             for name, param in self._params.items()
-            for key, value in self._optimizer.state.get(param, {}).items()
+            for key, value in self.optimizer.state.get(param, {}).items()
         }
 
     def load(self, directory: Path) -> None:
@@ -315,11 +315,11 @@ class ShardedLearner(LocalLearner):
         folder = directory / OPTIMIZER_FOLDER
         if not folder.is_dir():
             raise ValueError(f"{folder}: is missing; the checkpoint was not written by learner: fsdp")
-        make_states(self._optimizer, self._params)
+        make_states(self.optimizer, self._params)
         if loaded := load_shards(self._optimizer_state(), folder):
             require_steps(loaded, str(folder))
         else:
-            self._optimizer.state.clear()
+            self.optimizer.state.clear()
         self._load_reference(directory)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,25 @@ import torch
 from safetensors.torch import load_file
 
 from ...base.failpoint import failpoint
-from ...base.machine import gpu_memory_since
+from ...base.machine import gpu_memory_since, keep_freed_memory
 from ...base.seconds import Seconds
 from ...base.weights import StateWeights, WeightSource, adapters_of, save_tensors, state_once
+from ...engine.loading import resolve_device
 from ...engine.saving import save_whole
 from ...methods.correct import Evidence, OverBatch
 from ...methods.loss import LossConfig, Sampled, kl_loss
-from ..base import UPDATE_SECONDS, Sizes, Stats, update_metrics
+from ..base import UPDATE_SECONDS, Policy, Sizes, Stats, update_metrics
 from ..batch import MicroBatch, Pools, micro_batches
+from ..context import LearnerContext
 from ..rows import Row
 from .compiled import attend_by_blocks, compile_layers
-from .eval_mode import checkpoint_layers, train_adapter_dropout, without_adapter_dropout
+from .eval_mode import checkpoint_layers, halve_frozen, train_adapter_dropout, without_adapter_dropout
+from .grad_norms import UnsupportedModelError
 from .logprob import TokenDistribution
 from .loss_scale import LossScale
 from .merged import MergedWeights
-from .optimal_baseline_update import Batched, RowByRow, alone_is_faster, batched_if_exact
-from .optimizer import Optimizer, load_state, make_optimizer, saved_state, set_learning_rate
+from .optimal_baseline_update import Batched, RowByRow, alone_is_faster, exactly_batched
+from .optimizer import load_state, make_optimizer, saved_state, set_learning_rate
 from .recompute import recomputing
 from .reference import load_reference, mix, save_reference
 from .scorer import LearnerOptions as LearnerOptions
@@ -72,7 +76,7 @@ class LocalLearner(Scorer):
         self._batches: list[MicroBatch] = []
         """Micro-batches of the current step; later iterations use values stored by the first."""
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        self._optimizer = make_optimizer(
+        self.optimizer = make_optimizer(
             options.optim,
             self._params,
             ends=[end.weight for end in ends if end is not None],
@@ -81,6 +85,7 @@ class LocalLearner(Scorer):
             weight_decay=options.weight_decay,
             args=options.optim_args,
         )
+        """The optimizer, as callbacks get it."""
 
     def _compile(self) -> None:
         models = [self._causal_lm] if self.reference is None else [self._causal_lm, self.reference]
@@ -111,8 +116,16 @@ class LocalLearner(Scorer):
     def _batched(self) -> Batched | None:
         if self.options.gradient_checkpointing or not self._own_head:
             return None
-        with without_adapter_dropout(self.model):
-            return batched_if_exact(self._causal_lm, self._row_by_row, self.distribution, self._autocast)
+        try:
+            with without_adapter_dropout(self.model):
+                return exactly_batched(self._causal_lm, self._row_by_row, self.distribution, self._autocast)
+        except UnsupportedModelError as error:
+            warnings.warn(
+                f"{type(self._causal_lm).__name__}: the gradients of rollouts are computed one rollout at a time, "
+                f"which may take twice as long as all at once: {error}",
+                stacklevel=2,
+            )
+            return None
 
     @cached_property
     def _token_baselines(self) -> TokenBaselines:
@@ -171,7 +184,7 @@ class LocalLearner(Scorer):
         """Raise FloatingPointError when the loss of all micro-batches is not finite. Only here the host waits."""
         loss = stats.sums.get("loss", 0.0)
         if not math.isfinite(loss):
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"the loss is {loss}; no update was made")
 
     def _strategy(self, pools: Pools) -> RowByRow | Batched:
@@ -235,19 +248,14 @@ class LocalLearner(Scorer):
         with self.seconds.phase("optimizer"):
             norm = self._clipped()
             if not math.isfinite(norm):
-                self._optimizer.zero_grad(set_to_none=True)
+                self.optimizer.zero_grad(set_to_none=True)
                 raise FloatingPointError(f"the gradient norm is {norm}; the weights were left as they were")
-            set_learning_rate(self._optimizer, lr)
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            set_learning_rate(self.optimizer, lr)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
             return norm
 
     def close(self) -> None: ...
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer, as callbacks get it."""
-        return self._optimizer
 
     def _clipped(self) -> float:
         """Clip all gradients; return their norm before clipping. Those within the limit are not written again."""
@@ -271,7 +279,7 @@ class LocalLearner(Scorer):
 
     def save(self, directory: Path) -> None:
         self._save_trained(directory / "model")
-        save_tensors(saved_state(self._optimizer, self._params), directory / OPTIMIZER_FILE)
+        save_tensors(saved_state(self.optimizer, self._params), directory / OPTIMIZER_FILE)
         self._save_reference(directory)
 
     def _save_trained(self, directory: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -295,8 +303,31 @@ class LocalLearner(Scorer):
         Raises ValueError when a file's parameters are not this model's.
         """
         file = directory / OPTIMIZER_FILE
-        load_state(self._optimizer, self._params, load_file(file), str(file))
+        load_state(self.optimizer, self._params, load_file(file), str(file))
         self._load_reference(directory)
 
     def _load_reference(self, directory: Path) -> None:
         self._reference_moved = self.reference is not None and load_reference(self.reference, directory)
+
+
+@dataclass(frozen=True)
+class Local:
+    """One process and one device: a Hugging Face causal LM, full fine-tuning or LoRA."""
+
+    def build(self, policy: Policy, context: LearnerContext) -> LocalLearner:
+        device, dtype = resolve_device(context.device), context.options.compute_dtype
+        if dtype == torch.float16 and device.type != "cuda":
+            raise ValueError(
+                f"dtype: float16 needs a CUDA device, and this run uses {device.type}; set dtype: bfloat16 or float32"
+            )
+        if context.options.torch_compile and (context.gradient_baselines or context.options.deterministic):
+            other = "advantage: opob" if context.gradient_baselines else "deterministic: true"
+            raise ValueError(f"torch_compile: does not work with {other}; set it to false")
+        models = [model for model in (policy.model, policy.reference) if model is not None]
+        if context.lora and dtype == torch.bfloat16 and device.type == "cuda":
+            halve_frozen(*models)
+        for model in models:
+            model.to(device)
+        if device.type == "cpu":
+            keep_freed_memory()
+        return LocalLearner(policy.model, context.distribution(policy), context.options_for(policy), policy.reference)

@@ -90,14 +90,6 @@ class TokenDistribution:
         return excluded.scatter(-1, targets_N[:, None], False)
 
 
-def in_the_type_of_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors in autocast's dtype for factors of a matrix product."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
-
-
 def of_tokens(
     raw_NV: torch.Tensor,
     targets_N: torch.Tensor,
@@ -138,7 +130,9 @@ def token_logp(
         weight_VH = head.weight
         if len(weight_VH) > distribution.n_tokens:  # a slice has a gradient of its own, as large as the head's
             weight_VH = weight_VH[: distribution.n_tokens]
-        hidden, weight = in_the_type_of_autocast(hidden_PH, weight_VH)
+        hidden, weight, device = hidden_PH, weight_VH, hidden_PH.device.type
+        if torch.is_autocast_enabled(device):
+            hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
         if state_N is None:
             state_N = torch.arange(len(targets_N), device=targets_N.device)
         sliced: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Sliced.apply(

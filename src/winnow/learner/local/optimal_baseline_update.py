@@ -9,7 +9,6 @@ at the end.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -270,31 +269,13 @@ def _pools(batch: MicroBatch) -> Pools:
     return batch.pools
 
 
-def batched_if_exact(
-    causal_lm: Any,
-    row_by_row: RowByRow,
-    distribution: TokenDistribution,
-    autocast: Callable[[], Any],
-) -> Batched | None:
-    """Return `Batched` if the model allows it and a trial gives the same norms, else None, with a warning.
-
-    Dropout must be off.
-    """
-    try:
-        return exactly_batched(causal_lm, row_by_row, distribution, autocast)
-    except UnsupportedModelError as error:
-        warnings.warn(
-            f"{type(causal_lm).__name__}: the gradients of rollouts are computed one rollout at a time, which may take "
-            f"twice as long as all at once: {error}",
-            stacklevel=2,
-        )
-        return None
-
-
 def exactly_batched(
     causal_lm: Any, row_by_row: RowByRow, distribution: TokenDistribution, autocast: Callable[[], Any]
 ) -> Batched:
-    """Return `Batched`. Raises UnsupportedModelError, also if a trial's norms differ from `row_by_row`."""
+    """Return `Batched`; dropout must be off.
+
+    Raises UnsupportedModelError, also if a trial's norms differ from `row_by_row`.
+    """
     body, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise UnsupportedModelError(f"its head is a {type(head).__name__}")

@@ -73,7 +73,9 @@ def make_optimizer(
 
         cls, options = Adafactor, {"scale_parameter": False, "relative_step": False, "weight_decay": weight_decay}
     elif name == "muon":
-        cls, options = _muon(), {"adjust_lr_fn": "match_rms_adamw", "weight_decay": weight_decay}
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"optim: muon needs torch 2.9 or later, and this is {torch.__version__}")
+        cls, options = torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": weight_decay}
     else:
         cls, options = _low_bit(name), adam
     options |= _checked(cls, name, args or {})
@@ -107,13 +109,6 @@ def _checked(cls: Any, name: str, args: Mapping[str, Any]) -> Mapping[str, Any]:
                 "own are learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon"
             )
     return args
-
-
-def _muon() -> type[torch.optim.Optimizer]:
-    cls: type[torch.optim.Optimizer] | None = getattr(torch.optim, "Muon", None)
-    if cls is None:
-        raise ValueError(f"optim: muon needs torch 2.9 or later, and this is {torch.__version__}")
-    return cls
 
 
 def _low_bit(name: str) -> Callable[..., torch.optim.Optimizer]:
