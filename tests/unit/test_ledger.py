@@ -40,6 +40,7 @@ def test_everything_about_a_group_is_kept(ledger: Ledger, path: Path) -> None:
     done.rollouts[0].reason = "\ud800"
     done.rollouts[0].later_segments = [Segment(2, (1, 2)), Segment(3, (1, 2, 3, 4))]
     ledger.finish(done, step=4)
+    ledger.close()
     assert row(path, "SELECT visit, step, version, epoch, prompt_id, ordinal FROM visits") == (0, 3, 2, 0, "p0", 0)
     query = "SELECT visit, step, fate, group_size, mean_reward, zero_variance FROM outcomes"
     assert row(path, query) == (0, 4, "trained", 3, 0.25, "none")
@@ -57,6 +58,7 @@ def test_rollout_without_a_sampled_token_has_no_version(ledger: Ledger, path: Pa
     nothing = Rollout(0, (1,), np.zeros(0, np.int64), np.zeros(0, bool), np.zeros(0), np.zeros(0, np.int32))
     nothing.fate = Fate.FAILED
     ledger.finish(Group(visit(0), [nothing]), step=0)
+    ledger.close()
     assert row(path, "SELECT tokens, first_version, last_version FROM rollouts") == (0, None, None)
 
 
@@ -104,6 +106,7 @@ def test_fate_of_a_visit_is_the_furthest_of_its_members(ledger: Ledger, path: Pa
     ledger.visit([visit(i) for i in range(len(cases))], step=0, version=0)
     for number, (fates, _) in enumerate(cases):
         ledger.finish(group(number, fates), step=0)
+    ledger.close()
     with sqlite3.connect(path) as db:
         assert [f for (f,) in db.execute("SELECT fate FROM visit_fates ORDER BY visit")] == [want for _, want in cases]
 
@@ -113,10 +116,47 @@ def test_reason_is_that_of_the_members_that_decided(ledger: Ledger, path: Path) 
     done = group(0, [Fate.FAILED, Fate.FILTERED])
     done.rollouts[0].reason, done.rollouts[1].reason = "timeout", "one survivor"
     ledger.finish(done, step=0)
+    ledger.close()
     with sqlite3.connect(path) as db:
         found = db.execute("SELECT fate, reason FROM visit_fates ORDER BY visit").fetchall()
         assert found == [("filtered", "one survivor"), ("skipped", "solved twice")]
         assert db.execute("SELECT keep, probability FROM visits WHERE visit = 1").fetchone() == (0, 0.25)
+
+
+@pytest.mark.parametrize("then", ["visit", "step", "wait", "read"])
+def test_finished_groups_are_written_together(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """With whatever is written or read next, at the latest with the first that ends a second later."""
+    ledger.visit([visit(i) for i in range(5)], step=0, version=0)
+    count = "SELECT (SELECT COUNT(*) FROM outcomes), (SELECT COUNT(*) FROM rollouts)"
+    for number in range(3):
+        ledger.finish(group(number, [Fate.TRAINED] * 20), step=0)
+    assert row(path, count) == (0, 0)
+    with pytest.raises(ValueError, match="visit 1: already finished; its fate is trained, since step 0"):
+        ledger.finish(group(1, [Fate.TRAINED]), step=0)
+    assert row(path, count) == (3, 60)
+    ledger.finish(group(3, [Fate.TRAINED] * 20), step=0)
+    if then == "visit":
+        ledger.visit([visit(5)], step=0, version=0)
+    elif then == "step":
+        book_step(ledger, 0)
+    elif then == "wait":
+        monkeypatch.setattr("winnow.record.ledger.WAIT_S", 0.0)
+        ledger.finish(group(4, [Fate.TRAINED] * 20), step=0)
+    else:
+        ledger.totals()
+    assert row(path, count) == ((5, 100) if then == "wait" else (4, 80))
+    assert ledger.verify().ok
+
+
+def test_what_was_not_written_is_in_flight(ledger: Ledger, path: Path) -> None:
+    """As after a process that was killed."""
+    ledger.visit([visit(0), visit(1)], step=0, version=0)
+    ledger.finish(group(0, [Fate.TRAINED]), step=0)
+    with Ledger.open(path, read_only=True) as other:
+        assert other.in_flight() == [0, 1]
+    assert ledger.in_flight() == [1]
 
 
 def test_in_flight_until_finished(ledger: Ledger) -> None:
