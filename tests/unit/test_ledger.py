@@ -140,7 +140,7 @@ def test_finished_groups_are_written_together(
     if then == "visit":
         ledger.visit([visit(5)], step=0, version=0)
     elif then == "step":
-        book_step(ledger, 0)
+        ledger.step(0, seconds={}, metrics={}, version=0)
     elif then == "wait":
         monkeypatch.setattr("winnow.record.ledger.WAIT_S", 0.0)
         ledger.finish(group(4, [Fate.TRAINED] * 20), step=0)
