@@ -71,16 +71,6 @@ REFERENCE = (
 """Keys for which a run keeps its initial model."""
 
 
-def resume_rule(given: Any) -> Any:
-    """Refuse what others call `resume`: whether to go on with a run."""
-    if given not in ("warn", "strict"):
-        raise ValueError(
-            f"{given!r} is not warn or strict, which say what a resume does when your code has changed; a run goes on "
-            "with `winnow resume RUN`"
-        )
-    return given
-
-
 class RunConfig(BaseModel):
     """Everything a run needs. Unknown keys are errors."""
 
@@ -197,7 +187,7 @@ class RunConfig(BaseModel):
     # checkpoints, logs, hub and trackers
     save_steps: int = Field(50, ge=1)
     save_total_limit: int | None = Field(2, ge=1)
-    resume: Annotated[Literal["warn", "strict"], BeforeValidator(resume_rule)] = "warn"
+    resume: Literal["warn", "strict"] = "warn"
     save_dtype: Literal["auto"] | SaveDtype | dict[str, SaveDtype] = "auto"
     log_completions: int = Field(8, ge=0)
     push_to_hub: bool = False
