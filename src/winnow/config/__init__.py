@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -240,6 +241,10 @@ class RunConfig(BaseModel):
             if value != type(self).model_fields[name].default:
                 return f"{name}: {value}"
         return ""
+
+    def same_keys(self, cls: type) -> dict[str, Any]:
+        """Return the values of a dataclass's fields that are keys of the configuration."""
+        return {f.name: getattr(self, f.name) for f in fields(cls) if f.name in type(self).model_fields}
 
     def _refuse(self, names: Sequence[str], why: str) -> None:
         """Raise ValueError if one of these keys was changed, for it has no effect."""

@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,11 +226,6 @@ def _audits(c: RunConfig, selector: StreamSelector) -> Audits:
     return Audits(stops, skips)
 
 
-def _same_keys(cls: type, c: RunConfig) -> dict[str, Any]:
-    """Return the fields of `cls` that are keys of the configuration."""
-    return {field.name: getattr(c, field.name) for field in fields(cls) if field.name in RunConfig.model_fields}
-
-
 def step_options(c: RunConfig, options: Options) -> StepOptions:
     methods = options.methods
     own = {
@@ -239,7 +234,7 @@ def step_options(c: RunConfig, options: Options) -> StepOptions:
         "ref_model_sync_steps": c.ref_model_sync_steps if c.sync_ref_model else None,
         "unbiased": any(getattr(each, "unbiased", False) for each in [*methods["gates"], *methods["group_size"]]),
     }
-    return StepOptions(**_same_keys(StepOptions, c) | own)
+    return StepOptions(**c.same_keys(StepOptions) | own)
 
 
 def _check_teacher(c: RunConfig, options: Options) -> None:
@@ -278,7 +273,7 @@ def build_loss(c: RunConfig, options: Options) -> LossConfig:
     if isinstance(own["policy_loss"], Clip):
         given = {key: getattr(c, key) for key in CLIPPING if c.changed([key])}
         own["policy_loss"] = replace(own["policy_loss"], **given)
-    loss = LossConfig(**_same_keys(LossConfig, c) | own)
+    loss = LossConfig(**c.same_keys(LossConfig) | own)
     limits = c.changed(CLIPPING) or ("" if loss.policy_loss == Clip() else f"policy_loss: {name_of(c.policy_loss)}")
     if loss.ratio_to_learner and c.num_iterations == 1 and limits:
         raise ConfigError(

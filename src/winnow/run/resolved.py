@@ -234,33 +234,20 @@ def rollout_options(
 def learner_context(c: RunConfig, options: Options) -> LearnerContext:
     """Return what the learner is built from. Outside a whole run `auto` means the learner's default."""
     tokens = c.tokens_per_microbatch
+    own = {
+        "compute_dtype": torch.float32 if c.dtype == "auto" else getattr(torch, c.dtype),
+        "gradient_checkpointing": c.gradient_checkpointing is True,
+        "tokens_per_microbatch": LearnerOptions.tokens_per_microbatch if tokens == "auto" else tokens,
+        "merge_adapters": c.lora is None or c.lora.merge,
+        "save_types": types_from(c.save_dtype),
+    }
     return LearnerContext(
-        LearnerOptions(
-            optim=c.optim,
-            optim_args=c.optim_args,
-            beta1=c.adam_beta1,
-            beta2=c.adam_beta2,
-            eps=c.adam_epsilon,
-            weight_decay=c.weight_decay,
-            max_grad_norm=c.max_grad_norm,
-            compute_dtype=torch.float32 if c.dtype == "auto" else getattr(torch, c.dtype),
-            matmul_precision=c.matmul_precision,
-            gradient_checkpointing=c.gradient_checkpointing is True,
-            torch_compile=c.torch_compile,
-            deterministic=c.deterministic,
-            tokens_per_microbatch=LearnerOptions.tokens_per_microbatch if tokens == "auto" else tokens,
-            merge_adapters=c.lora is None or c.lora.merge,
-            save_types=types_from(c.save_dtype),
-        ),
+        LearnerOptions(**c.same_keys(LearnerOptions) | own),
         device=c.device,
-        temperature=c.temperature,
-        top_p=c.top_p,
-        top_k=c.top_k,
-        min_p=c.min_p,
-        repetition_penalty=c.repetition_penalty,
         lora=c.lora is not None,
         gradient_baselines=options.gradient_baselines,
         reward_env=c.reward_env,
+        sampling=sampling_params(c),
     )
 
 
