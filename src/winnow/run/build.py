@@ -185,7 +185,9 @@ def build(
         sampler = r.options.sync.build(context)
         built.callback(sampler.close)
         parts = Parts(r, run_dir, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)
-        parts.teacher = _teacher_of(r, learner, policy, task)
+        if c.teacher is not None:
+            of_learner = learner_context(c, r.options)
+            parts.teacher = build_teacher(c.teacher, learner, policy, task, of_learner, c.longest)
         if engine is not None:
             engine.load_weights(learner.weights(), 0)
             parts.compare()
@@ -206,16 +208,6 @@ def _checked_methods(r: Resolved, task: Task, rewarder: Rewarder, resumed: bool)
         warn_of_sizes(c, task)
         require_reuse(c, r.options.sync, bool(m.rollout_batch.carry))
     return m
-
-
-def _teacher_of(r: Resolved, learner: Learner, policy: Policy, task: Task) -> Teacher | None:
-    c = r.config
-    if c.teacher is None:
-        return None
-    options = learner_context(c, r.options).options_for(policy)
-    return build_teacher(
-        c.teacher, learner, policy.tokenizer, task, temperature=c.temperature, longest=c.longest, options=options
-    )
 
 
 def require_held_out(task: Task) -> None:
