@@ -263,6 +263,11 @@ class RunConfig(BaseModel):
         """Return whether the initial model is kept next to the policy."""
         return self.beta > 0 or self.reference_kl_steps is not None
 
+    @property
+    def adapters_alone(self) -> LoraConfig | None:
+        """The adapters, if they are published alone; None: whole weights are."""
+        return None if self.lora is None or self.lora.merge else self.lora
+
     def _check_kl(self) -> None:
         if self.beta > 0:
             self._refuse(("reference_kl_steps",), "with beta > 0, where every step logs `kl`; remove one of them")

@@ -15,8 +15,8 @@ from ..config.options import name_of
 from ..engine.base import Engine, close_engine
 from ..engine.facts import end_where_rollouts_do
 from ..engine.initial_model import require_embeddings
-from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, require_finite
-from ..engine.lora import TRAINED, Adapter
+from ..engine.loading import CPU, load_tokenizer, load_whole, require_finite
+from ..engine.lora import TRAINED
 from ..engine.pretrained import located
 from ..engine.skeleton import as_zeros, in_files, unloaded
 from ..engine.template import with_template
@@ -268,11 +268,11 @@ def build_policy(
     require_finite(base, str(saved or c.model))
     require_embeddings(base, tokenizer, start.source, start.adapter)
     end_where_rollouts_do(base, tokenizer)
-    engine = build_engine(r.engine, c, start.reference(c.device, base), tokenizer) if with_engine else None
+    engine = r.engine.build(start.reference(c.device, base, c.adapters_alone), tokenizer) if with_engine else None
     if read is not None:
         return read, engine
     if c.lora is not None:
-        return with_lora(base, c, adapter, saved, tokenizer), engine
+        return adapted(base, c.lora, adapter, saved, tokenizer, keep_reference=c.keeps_reference), engine
     if not c.keeps_reference:
         return Policy(base, tokenizer, None), engine
     reference = frozen_copy(base if saved is None else start.load()[0])
@@ -304,22 +304,8 @@ def _read_by_ranks(r: Resolved, saved: Path | None, tokenizer: Any) -> Policy | 
     if c.lora is None:
         return replace(policy, reference_files=first.absolute(), origin=digest)
     with as_zeros(model):
-        trained = with_lora(model, c, None, saved, tokenizer).model
+        trained = adapted(model, c.lora, None, saved, tokenizer, keep_reference=c.keeps_reference).model
     return replace(policy, model=trained, origin=digest)
-
-
-def with_lora(base: Any, c: RunConfig, adapter: Adapter | None, saved: Path | None, tokenizer: Any) -> Policy:
-    """Return the policy over `base` with its adapter, as `adapted` gives it."""
-    assert c.lora is not None
-    model, reference, origin = adapted(base, c.lora, adapter, saved, keep_reference=c.keeps_reference)
-    return Policy(model, tokenizer, reference, origin)
-
-
-def build_engine(engine: Any, c: RunConfig, model: ModelReference, tokenizer: Any) -> Engine:
-    """Build an engine from its options for a run. Raises ConfigError if it cannot run the model or adapters."""
-    adapters = c.lora if c.lora is not None and not c.lora.merge else None
-    built: Engine = engine.build(replace(model, adapters=adapters), tokenizer)
-    return built
 
 
 # ---------------------------------------------------------------- adapters
@@ -328,7 +314,7 @@ def build_engine(engine: Any, c: RunConfig, model: ModelReference, tokenizer: An
 def check_adapters(r: Resolved) -> None:
     """Raise ConfigError when adapters are published alone to an engine that cannot apply them."""
     c, adapter = r.config, r.model.adapter if r.model.resume else None
-    if c.lora is None or c.lora.merge:
+    if c.adapters_alone is None:
         return
     if "adapters" not in getattr(r.engine, "provides", ()):
         taker, other = f"engine: {name_of(c.engine)}", ", or engine: vllm"

@@ -238,7 +238,7 @@ def learner_context(c: RunConfig, options: Options) -> LearnerContext:
         "compute_dtype": torch.float32 if c.dtype == "auto" else getattr(torch, c.dtype),
         "gradient_checkpointing": c.gradient_checkpointing is True,
         "tokens_per_microbatch": LearnerOptions.tokens_per_microbatch if tokens == "auto" else tokens,
-        "merge_adapters": c.lora is None or c.lora.merge,
+        "merge_adapters": c.adapters_alone is None,
         "save_types": types_from(c.save_dtype),
     }
     return LearnerContext(

@@ -38,7 +38,7 @@ from ..engine.pretrained import located
 from ..learner.agreement import require_agreement
 from ..learner.rows import Row
 from ..run.budget import GIB
-from ..run.build import build_engine, build_learner, build_policy
+from ..run.build import build_learner, build_policy
 from ..run.build_methods import build_loss
 from ..run.resolve import engine_for_run, resolve_here
 from ..run.resolved import Resolved, sampling_params
@@ -166,11 +166,11 @@ def vllm(bench: Bench) -> Figures:
     tokenizer, embedded, _ = bench.built
     _release(embedded)
     options, c = replace(bench.resolved.options, engine=VllmOptions()), bench.config
-    model = ModelReference(located(c.model), bench.device)
+    model = ModelReference(located(c.model), bench.device, adapters=c.adapters_alone)
 
     def start() -> tuple[Any, float]:
         started = time.perf_counter()
-        return build_engine(engine_for_run(c, options), c, model, tokenizer), time.perf_counter() - started
+        return engine_for_run(c, options).build(model, tokenizer), time.perf_counter() - started
 
     engine, start_s = start()
     figures = _engine(bench, engine, ("vLLM publish", "vLLM generation"))
