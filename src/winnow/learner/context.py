@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from ..engine.base import SamplingParams
 from .base import Policy
-from .local.learner import LearnerOptions
 from .local.logprob import TokenDistribution
+from .local.scorer import LearnerOptions
 
 
 @dataclass(frozen=True)
