@@ -229,6 +229,7 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
         ),
         ({"gates": [{"name": "random", "k": 1}]}, "group_size: gates compare the siblings of a group"),
         ({"advantage": "remax", "filter": "keep_all"}, "group_size: advantage: remax needs a greedy rollout a group"),
+        ({"advantage": {"name": "remax"}, "filter": "keep_all"}, "group_size: advantage: remax needs a greedy rollout"),
     ):
         with pytest.raises(ConfigError, match=message):
             Trainer(config=given | change)

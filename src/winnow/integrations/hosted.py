@@ -25,7 +25,7 @@ def open_account(run_dir: Path, c: RunConfig, methods: Methods, mark: Mapping[st
     """
     private_directory(run_dir)
     write_json(run_dir / CONFIG, as_saved(c), private=True)
-    write_json(run_dir / CHARTS, method_charts(c, methods.options), private=True)
+    write_json(run_dir / CHARTS, method_charts(methods.options), private=True)
     ledger = Ledger.open(run_dir / LEDGER)
     ledger.judge = methods.judge
     if mark is not None:

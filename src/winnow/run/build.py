@@ -203,7 +203,7 @@ def _checked_methods(r: Resolved, task: Task, rewarder: Rewarder, resumed: bool)
     if not resumed:
         warn_of_profile(c, task, rewarder, success)
     m = build_methods(c, r.options, task.train, success)
-    require_whole_groups(c, m, rewarder.comparing)
+    require_whole_groups(m, rewarder.comparing)
     if not resumed:
         warn_of_sizes(c, task)
         require_reuse(c, r.options.sync, bool(m.rollout_batch.carry))

@@ -15,7 +15,7 @@ from ..base.files import from_json
 from ..collect import Collector
 from ..config import CLIPPING, RunConfig
 from ..config.errors import suggestion
-from ..config.options import MethodSpec, name_of, section_of
+from ..config.options import section_of
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..learner.step import StepOptions
@@ -93,42 +93,42 @@ def build_methods(c: RunConfig, methods: Options, prompts: Sequence[Prompt], suc
 
     Raises ConfigError naming the field and the nearest valid name.
     """
-    options = methods.methods
+    options, names = methods.methods, methods.names
     loss = build_loss(c, methods)
     with _errors_of("group_size"):
         group_size: GroupSize = options["group_size"][0].build(c.num_generations)
-    _require(GroupSize, group_size, "group_size", c.group_size)
+    _require(GroupSize, group_size, "group_size", names["group_size"][0])
     if not hasattr(group_size, "smallest"):
-        raise ConfigError(f"group_size: {name_of(c.group_size)} has no smallest; set it where it is built")
+        raise ConfigError(f"group_size: {names['group_size'][0]} has no smallest; set it where it is built")
     advantage: Advantage = options["advantage"][0]
     if advantage.smallest_group > group_size.smallest:
         raise ConfigError(
-            f"advantage: {name_of(c.advantage)} needs groups of at least {advantage.smallest_group} rollouts, but they "
-            f"may have only {group_size.smallest}; lower its k, or raise num_generations or the sizes of group_size"
+            f"advantage: {names['advantage'][0]} needs groups of at least {advantage.smallest_group} rollouts, but "
+            f"they may have only {group_size.smallest}; lower its k, or raise num_generations or the sizes of "
+            "group_size"
         )
-    filters = _filters(c, options["filter"])
-    filter_ = filters[0] if len(filters) == 1 else _all_of(c, filters)
+    filters, filter_ = _filter_of(methods, c.seed)
     judge = GroupJudge(success or Success(), filter_.atol, advantage)
     of_advantage = advantage.group_relative, advantage.greedy_baseline
-    facts = RunFacts(c, prompts, options, filters, *of_advantage, group_size.smallest, judge.least)
+    facts = RunFacts(c, prompts, options, names, filters, *of_advantage, group_size.smallest, judge.least)
     for problem in facts.problems():
         raise ConfigError(problem)
     with _errors_of("group_size"):
         group_size.begin(prompts, judge)
     if not hasattr(group_size, "largest"):
-        raise ConfigError(f"group_size: {name_of(c.group_size)} has no largest; set it in `begin` or before")
+        raise ConfigError(f"group_size: {names['group_size'][0]} has no largest; set it in `begin` or before")
     with _errors_of("selector"):
         selector: StreamSelector = options["selector"][0].build(prompts, c.seed, judge)
-    _require(StreamSelector, selector, "selector", c.selector)
+    _require(StreamSelector, selector, "selector", names["selector"][0])
     if group_size.in_parts:
         selector.probe = group_size.smallest
-    audits = _audits(c, selector)
+    audits = _audits(c, methods, selector)
     return Methods(
         options=methods,
         selector=selector,
         rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),
         group_size=group_size,
-        gates=build_gates(c, options["gates"], judge),
+        gates=build_gates(methods, c.seed, judge),
         audits=audits,
         filter=filter_,
         judge=judge,
@@ -138,12 +138,12 @@ def build_methods(c: RunConfig, methods: Options, prompts: Sequence[Prompt], suc
     )
 
 
-def _require(base: type, built: object, key: str, spec: MethodSpec) -> None:
+def _require(base: type, built: object, key: str, name: str) -> None:
     """Raise ConfigError where a method of the user's own builds something else than its kind's class."""
     if not isinstance(built, base):
         package = ".".join(base.__module__.split(".")[:3])
         raise ConfigError(
-            f"{key}: {name_of(spec)} builds a {type(built).__name__}, not a {base.__name__}; derive from "
+            f"{key}: {name} builds a {type(built).__name__}, not a {base.__name__}; derive from "
             f"{package}.{base.__name__}"
         )
 
@@ -157,36 +157,31 @@ def _errors_of(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {error}") from None
 
 
-def method_charts(c: RunConfig, options: Options) -> list[dict[str, Any]]:
+def method_charts(options: Options) -> list[dict[str, Any]]:
     """Return the charts that the methods of a run define, as JSON values."""
     charts: list[Chart] = []
     for key, methods in {**options.methods, "sync": [options.sync], "learner": [options.learner]}.items():
-        names = gate_names(c) if key == "gates" else [key] * len(methods)
+        names = options.gate_names if key == "gates" else [key] * len(methods)
         for name, each in zip(names, methods, strict=True):
             if hasattr(each, "charts"):
                 charts += each.charts(name)
     return [asdict(chart) for chart in charts]
 
 
-def gate_names(c: RunConfig) -> list[str]:
-    """Return the names of the run's gates: those of the methods without a path, numbered if repeated."""
-    names = [name_of(spec).rpartition(":")[2] for spec in c.gates]
-    return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
-
-
-def rule_types(c: RunConfig, options: Options) -> dict[str, type]:
+def rule_types(options: Options) -> dict[str, type]:
     """Return the classes of the rules that gates publish, by gate."""
-    contexts = [GateContext(name) for name in gate_names(c)]
+    contexts = [GateContext(name) for name in options.gate_names]
     gates = [each.build(context) for each, context in zip(options.methods["gates"], contexts, strict=True)]
     return {context.name: type(gate.rule()) for context, gate in zip(contexts, gates, strict=True)}
 
 
-def build_gates(c: RunConfig, options: Sequence[Any], judge: GroupJudge) -> dict[str, Gate]:
+def build_gates(options: Options, seed: int, judge: GroupJudge) -> dict[str, Gate]:
     """Build the gates of a run, by name. Raises ConfigError naming the option."""
     gates: dict[str, Gate] = {}
-    for spec, each, name in zip(c.gates, options, gate_names(c), strict=True):
-        gate = each.build(GateContext(name, c.seed, judge))
-        _require(Gate, gate, "gates", spec)
+    given, written = options.methods["gates"], options.names["gates"]
+    for each, as_written, name in zip(given, written, options.gate_names, strict=True):
+        gate = each.build(GateContext(name, seed, judge))
+        _require(Gate, gate, "gates", as_written)
         try:
             check_rule(NamedRule(name, gate.rule()))
         except RuleError as error:
@@ -195,34 +190,33 @@ def build_gates(c: RunConfig, options: Sequence[Any], judge: GroupJudge) -> dict
     return gates
 
 
-def _filters(c: RunConfig, options: Sequence[Any]) -> list[Filter]:
-    if not options:
+def _filter_of(options: Options, seed: int) -> tuple[list[Filter], Filter]:
+    """Build every filter that `filter` names, and the one that is all of them."""
+    given, names = options.methods["filter"], options.names["filter"]
+    if not given:
         raise ConfigError("filter: the list is empty; name a filter, or leave filter out")
-    filters = [each.build(c.seed) if hasattr(each, "build") else each for each in options]
-    for each, filter_ in zip(options, filters, strict=True):
-        _require(Filter, filter_, "filter", type(each).__name__)
-    return filters
-
-
-def _all_of(c: RunConfig, filters: Sequence[Filter]) -> Filter:
-    specs = c.filter if isinstance(c.filter, list) else [c.filter]
-    names = [name_of(spec).rpartition(":")[2] for spec in specs]
+    filters = [each.build(seed) if hasattr(each, "build") else each for each in given]
+    for name, each in zip(names, filters, strict=True):
+        _require(Filter, each, "filter", name)
+    if len(filters) == 1:
+        return filters, filters[0]
     with _errors_of("filter"):
-        return AllOf(list(zip(names, filters, strict=True)))
+        return filters, AllOf([(name.rpartition(":")[2], each) for name, each in zip(names, filters, strict=True)])
 
 
-def _audits(c: RunConfig, selector: StreamSelector) -> Audits:
+def _audits(c: RunConfig, options: Options, selector: StreamSelector) -> Audits:
     """Build the audits of a run. Raises ConfigError when no rule of it removes anything."""
     if c.audit is None:
         return Audits()
-    if not selector.skips and not c.gates:
+    (selects,), gates = options.names["selector"], options.gate_names
+    if not selector.skips and not gates:
         raise ConfigError(
-            f"audit: nothing to audit (selector: {name_of(c.selector)} skips nothing, no gates); remove audit, or "
+            f"audit: nothing to audit (selector: {selects} skips nothing, no gates); remove audit, or "
             "choose e.g. selector: greso"
         )
     epsilon, max_signal_loss = c.audit.epsilon, c.audit.max_signal_loss
-    stops = {name: StopAudit(name, epsilon, max_signal_loss, seed=c.seed) for name in gate_names(c)}
-    skips = SkipAudit(name_of(c.selector), epsilon, max_signal_loss, seed=c.seed) if selector.skips else None
+    stops = {name: StopAudit(name, epsilon, max_signal_loss, seed=c.seed) for name in gates}
+    skips = SkipAudit(selects, epsilon, max_signal_loss, seed=c.seed) if selector.skips else None
     return Audits(stops, skips)
 
 
@@ -242,14 +236,15 @@ def _check_teacher(c: RunConfig, options: Options) -> None:
     if c.teacher is None:
         return
     (advantage,), (correction,) = options.methods["advantage"], options.methods["correction"]
+    names = options.names
     if isinstance(advantage, InUpdate):
         raise ConfigError(
-            f"teacher: gives advantages of tokens, and advantage: {name_of(c.advantage)} finds a baseline of whole "
+            f"teacher: gives advantages of tokens, and advantage: {names['advantage'][0]} finds a baseline of whole "
             "rollouts in the update; choose another advantage, e.g. rloo"
         )
     if isinstance(correction, OverBatch) or getattr(correction, "only_negative", False):
         raise ConfigError(
-            f"teacher: gives advantages of tokens, and correction: {name_of(c.correction)} goes by the sign of the "
+            f"teacher: gives advantages of tokens, and correction: {names['correction'][0]} goes by the sign of the "
             "rollout's; choose another, e.g. truncate"
         )
     if cut := c.changed(("top_p", "top_k", "min_p", "repetition_penalty")):
@@ -274,16 +269,17 @@ def build_loss(c: RunConfig, options: Options) -> LossConfig:
         given = {key: getattr(c, key) for key in CLIPPING if c.changed([key])}
         own["policy_loss"] = replace(own["policy_loss"], **given)
     loss = LossConfig(**c.same_keys(LossConfig) | own)
-    limits = c.changed(CLIPPING) or ("" if loss.policy_loss == Clip() else f"policy_loss: {name_of(c.policy_loss)}")
+    (policy_loss,), (correction,) = options.names["policy_loss"], options.names["correction"]
+    limits = c.changed(CLIPPING) or ("" if loss.policy_loss == Clip() else f"policy_loss: {policy_loss}")
     if loss.ratio_to_learner and c.num_iterations == 1 and limits:
         raise ConfigError(
-            f"{limits} has no effect with correction: {name_of(c.correction)} and num_iterations: 1, as only the "
+            f"{limits} has no effect with correction: {correction} and num_iterations: 1, as only the "
             "change since the first iteration is in its ratio; remove it, or use correction: none, or more iterations"
         )
     stale = c.changed(("max_lag", "num_iterations")) or ("reuse:" if c.reuse is not None else "")
     if stale and not loss.policy_loss.has_ratio and not loss.correction.active:
         raise ConfigError(
-            f"{stale} trains on tokens of older policies, and policy_loss: {name_of(c.policy_loss)} does not correct "
+            f"{stale} trains on tokens of older policies, and policy_loss: {policy_loss} does not correct "
             "for it; set correction: truncate, or policy_loss: clip"
         )
     return loss

@@ -17,7 +17,6 @@ from ..base import cluster
 from ..base.errors import ConfigError
 from ..base.machine import MIB, main_memory
 from ..config import RunConfig, validate
-from ..config.options import name_of
 from ..engine.base import Engine, Request
 from ..env.base import Task, has_no_environment
 from ..env.prompt_store import StoredPrompts
@@ -85,7 +84,7 @@ def warn_of_sizes(c: RunConfig, task: Task) -> None:
         )
 
 
-def require_whole_groups(c: RunConfig, m: Methods, comparing: Mapping[str, bool | None]) -> None:
+def require_whole_groups(m: Methods, comparing: Mapping[str, bool | None]) -> None:
     """Raise ConfigError where a reward function that compares siblings would not see them all at once.
 
     `comparing`: the mark of each function. Warn of those without one where groups are scored in parts.
@@ -93,19 +92,20 @@ def require_whole_groups(c: RunConfig, m: Methods, comparing: Mapping[str, bool 
     marked = [name for name, mark in comparing.items() if mark]
     unmarked = [name for name, mark in comparing.items() if mark is None]
     compares = f"reward_funcs: {', '.join(marked)} compares siblings (compares_siblings)"
+    (group_size,), (advantage,) = m.options.names["group_size"], m.options.names["advantage"]
     if marked and m.group_size.in_parts:
         raise ConfigError(
-            f"{compares}, but group_size: {name_of(c.group_size)} scores the first {m.group_size.smallest} of a group "
+            f"{compares}, but group_size: {group_size} scores the first {m.group_size.smallest} of a group "
             "before the others are sampled; use group_size: fixed"
         )
     if marked and m.advantage.greedy_baseline:
         raise ConfigError(
-            f"{compares}, but advantage: {name_of(c.advantage)} subtracts the reward of a greedy rollout, which is "
+            f"{compares}, but advantage: {advantage} subtracts the reward of a greedy rollout, which is "
             "scored alone; use another advantage"
         )
     if unmarked and m.group_size.in_parts:
         warnings.warn(
-            f"group_size: {name_of(c.group_size)} scores the first {m.group_size.smallest} of a group before the "
+            f"group_size: {group_size} scores the first {m.group_size.smallest} of a group before the "
             f"others are sampled. If {' or '.join(unmarked)} compares siblings, use group_size: fixed; if not, set its "
             "attribute compares_siblings = False",
             stacklevel=2,

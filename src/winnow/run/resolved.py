@@ -45,6 +45,8 @@ class Options:
 
     methods: Mapping[str, Sequence[Any]]
     """Key -> options, for selector, rollout_batch, group_size, gates, filter, advantage, correction and step_scale."""
+    names: Mapping[str, Sequence[str]]
+    """Key -> names of the methods, as written."""
     sync: SamplerOptions
     learner: Any
     engine: Any
@@ -53,9 +55,17 @@ class Options:
     @classmethod
     def from_config(cls, c: RunConfig) -> Options:
         """Raises ConfigError naming the key, and the nearest valid name or option."""
-        methods = tables.options_of(c, tables.TABLES)
+        methods = tables.options_of(c)
+        names = {key: [name_of(spec) for spec in specs] for key, specs in tables.specs_of(c).items()}
         sync, learner = method(SYNCS, c.sync, "sync"), method(LEARNERS, c.learner, "learner")
-        return cls(methods, sync, learner, None if name_of(c.engine) == AUTO else method(ENGINES, c.engine, "engine"))
+        engine = None if name_of(c.engine) == AUTO else method(ENGINES, c.engine, "engine")
+        return cls(methods, names, sync, learner, engine)
+
+    @property
+    def gate_names(self) -> list[str]:
+        """The names of the run's gates: those of the methods without a path, numbered if repeated."""
+        names = [name.rpartition(":")[2] for name in self.names["gates"]]
+        return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
 
     @property
     def asynchronous(self) -> bool:

@@ -75,7 +75,7 @@ class Server:
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])
         self.runner = RolloutRunner(self.engine, self.task, tokenizer, self.rewarder, options)
-        self.rule_types = rule_types(c, methods)
+        self.rule_types = rule_types(methods)
         self._reply, self._read = reply, read
         self._reported, self._idle_s, self._tokens = time.monotonic(), 0.0, 0
         self.runner.waits = self._alive_if_due  # slow rewards are no stuck sampler

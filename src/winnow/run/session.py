@@ -79,7 +79,7 @@ class Session:
         known = state["code"] if state else fingerprints_of(self.run_dir, "code")
         self._changes = changes(known, self._code, state["loop"]["step"] if state else 0, strict=c.resume == "strict")
         write_json(self.run_dir / CONFIG, as_saved(c), private=True)
-        write_json(self.run_dir / CHARTS, method_charts(c, parts.resolved.options), private=True)
+        write_json(self.run_dir / CHARTS, method_charts(parts.resolved.options), private=True)
         parts.resolved.say(self._console)
         if (example := prompt_example(parts.task, parts.tokenizer)) is not None:  # for the page
             write_json(self.run_dir / PROMPT, asdict(example), private=True)
