@@ -64,7 +64,7 @@ def test_parts_of_a_start_that_fails_are_closed(tiny_config: Config, monkeypatch
 
     monkeypatch.setattr(build, "close_engine", closed.append)
     monkeypatch.setattr(build.Rewarder, "close", lambda rewarder: closed.append(rewarder))
-    for failing, parts in (("check_prompts", 2), ("require_reuse", 1)):
+    for failing, parts in (("check_prompts", 2), ("require_whole_groups", 1)):
         with monkeypatch.context() as patch:
             patch.setattr(build, failing, refused)
             with pytest.raises(ConfigError, match="refused here"):

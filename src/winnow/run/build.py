@@ -44,7 +44,6 @@ from .preflight import (
     check_prompts,
     check_rewards,
     require_places,
-    require_reuse,
     require_whole_groups,
     warn_of_sizes,
 )
@@ -206,7 +205,6 @@ def _checked_methods(r: Resolved, task: Task, rewarder: Rewarder, resumed: bool)
     require_whole_groups(m, rewarder.comparing)
     if not resumed:
         warn_of_sizes(c, task)
-        require_reuse(c, r.options.sync, bool(m.rollout_batch.carry))
     return m
 
 

@@ -26,7 +26,7 @@ from ..learner import Fsdp, Learner
 from ..learner.agreement import Agreement, require_agreement
 from ..learner.base import Sizes
 from ..rollout.evaluate import RollOut
-from ..sampler import Ray, SamplerOptions
+from ..sampler import Ray
 from ..sampler.base import PoolOptions
 from ..tasks.prompt_example import warn_of_plain_text
 from ..types import Job, Prompt, Visit
@@ -109,23 +109,6 @@ def require_whole_groups(m: Methods, comparing: Mapping[str, bool | None]) -> No
             f"others are sampled. If {' or '.join(unmarked)} compares siblings, use group_size: fixed; if not, set its "
             "attribute compares_siblings = False",
             stacklevel=2,
-        )
-
-
-def require_reuse(c: RunConfig, sync: SamplerOptions, carry: bool) -> None:
-    """Raise ConfigError for a `reuse` under which no group can be trained again. `carry`: a batch may wait a step."""
-    if c.reuse is None:
-        return
-    if c.prompts_per_step == 1:
-        raise ConfigError(
-            "reuse: has no effect with prompts_per_step: 1, as one group of a batch is new; raise prompts_per_step, or "
-            "remove reuse"
-        )
-    exact = getattr(sync, "lag", None) == "exact" and not carry
-    if exact and c.reuse.max_age <= c.max_lag:
-        raise ConfigError(
-            f"reuse: max_age: {c.reuse.max_age} must be above max_lag: {c.max_lag}, the age at which every group is "
-            "trained first here"
         )
 
 
