@@ -198,7 +198,7 @@ class Session:
         for row in read_metrics(self.run_dir):
             self._at(int(row["step"]))
             self._callbacks.state.log(row)
-            self._callbacks.state.evaluated(row, self.config)
+            self._callbacks.evaluated(row)
         self._at(self.loop.step)
         self.parts.learner.load(directory)
         self.parts.sampler.load(directory)
