@@ -139,13 +139,8 @@ class Parts:
         close_engine(self.engine)
 
 
-def build(
-    r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | None, *, resumed: bool, entry: str
-) -> Parts:
-    """Build and check every part of a run, with weights from `checkpoint` if given. Raises ConfigError.
-
-    `entry`: the module that serves a sampler in another process.
-    """
+def build(r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | None, *, resumed: bool) -> Parts:
+    """Build and check every part of a run, with weights from `checkpoint` if given. Raises ConfigError."""
     c, own_engines, run_dir = r.config, r.options.own_engines, Path(r.config.output_dir).absolute()
     r.set_threads()
     require_places(r)
@@ -179,7 +174,7 @@ def build(
             cores=r.options.cores,
             model_bytes=4 * learner.sizes.total,
             gpu=gpu,
-            entry=entry,
+            entry="winnow.run.serve",
         )
         sampler = r.options.sync.build(context)
         built.callback(sampler.close)

@@ -233,10 +233,6 @@ class Session:
         self.loop.advance()
         return dict(self._metrics)
 
-    def request_stop(self) -> None:
-        """End `run` after the current step; also from a signal handler or another thread."""
-        self.stop_requested = True
-
     def evaluate(self) -> dict[str, float]:
         """Return held-out metrics of the current policy, booked as evaluation. ConfigError without held-out data."""
         return self._evaluated(self._evaluate_now(self.loop.step))
