@@ -145,7 +145,7 @@ def build(r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | Non
     r.set_threads()
     require_places(r)
     with ExitStack() as built:  # closed if a later part fails
-        rewarder = build_rewarder(c, task, inputs.reward_list, scores=not own_engines)
+        rewarder = build_rewarder(c, task, inputs.reward_funcs, scores=not own_engines)
         built.callback(rewarder.close)
         m = _checked_methods(r, task, rewarder, resumed)  # before weights are loaded, which may take minutes
         policy, engine = build_policy(r, inputs.processing_class, checkpoint, with_engine=not own_engines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from ..config.options import MethodSpec, name_of, section_of
 from ..engine.initial_model import InitialModel
 from ..engine.loading import quiet_transformers
 from ..env.base import Demonstrator, Task
-from ..env.rewards.rewarder import RewardSpec
 from ..learner.step import scheduled_lr
 from ..methods.tables import task_options
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
@@ -30,36 +29,29 @@ from .resolved import AUTO, Machine, Options, Resolved
 
 @dataclass(frozen=True)
 class TrainerInputs:
-    """Arguments of `Trainer`, unchanged."""
+    """Arguments of `Trainer`."""
 
     model: Any = None
     env: Any = None
-    reward_funcs: Sequence[RewardSpec] | RewardSpec | None = None
+    reward_funcs: Any = None
+    """Once `normalized`, a list of functions, reward models or names; None: the task's own, or the configuration's."""
     processing_class: Any = None
     train_dataset: Iterable[Any] | None = None
     eval_dataset: Iterable[Any] | None = None
 
-    @property
-    def reward_list(self) -> Sequence[RewardSpec] | None:
-        one = callable(self.reward_funcs) or isinstance(self.reward_funcs, str)
-        return [self.reward_funcs] if one else self.reward_funcs  # type: ignore[list-item, return-value]
-
     def normalized(self) -> TrainerInputs:
-        """Move rows given as `env` to `train_dataset`. Raises ConfigError on other objects, and on invalid rewards."""
-        if not (callable(self.reward_funcs) or isinstance(self.reward_funcs, Iterable | None)):
-            raise ConfigError(
-                f"reward_funcs: expected a function, a reward model or their names, got {self.reward_funcs!r}"
-            )
-        if self.reward_funcs is not None and not (callable(self.reward_funcs) or isinstance(self.reward_funcs, str)):
-            return replace(self, reward_funcs=list(self.reward_funcs))._normalized_env()
-        return self._normalized_env()
-
-    def _normalized_env(self) -> TrainerInputs:
-        env = self.env
+        """Return them with reward functions in a list, and rows given as `env` in `train_dataset`. Raises ConfigError
+        on other objects."""
+        given, env = self.reward_funcs, self.env
+        if callable(given) or isinstance(given, str):
+            given = [given]
+        elif not isinstance(given, Iterable | None):
+            raise ConfigError(f"reward_funcs: expected a function, a reward model or their names, got {given!r}")
+        inputs = replace(self, reward_funcs=None if given is None else list(given))
         if isinstance(env, Task) and self.train_dataset is not None:
             raise ConfigError("train_dataset: the task given as env brings its own prompts; give one of them")
         if isinstance(env, str | dict | None | Task):
-            return self
+            return inputs
         if callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))):
             raise ConfigError("env: reward functions are not a task; give them as Trainer(reward_funcs=...)")
         if not isinstance(env, Iterable):
@@ -69,7 +61,7 @@ class TrainerInputs:
             )
         if self.train_dataset is not None:
             raise ConfigError("env: rows of data, but train_dataset has rows too; give one of them")
-        return replace(self, env=None, train_dataset=env)
+        return replace(inputs, env=None, train_dataset=env)
 
     def config(self, values: Mapping[str, Any], *, resumed: bool = False) -> RunConfig:
         """Return the whole configuration; these arguments override `values`.
@@ -77,7 +69,7 @@ class TrainerInputs:
         Paths become absolute, so that a run can be resumed from anywhere. Reward functions given as objects clear the
         names in `values`. A `resumed` run keeps its names, and compares fingerprints later.
         """
-        values, functions = dict(values), self.reward_list
+        values, functions = dict(values), self.reward_funcs
         if functions and all(isinstance(function, str) for function in functions):
             values["reward_funcs"] = list(functions)
         elif functions and not resumed:
@@ -98,7 +90,7 @@ class TrainerInputs:
 
     def _require_files(self, values: Mapping[str, Any]) -> None:
         """Raise ConfigError for a path of a run that is no longer there, unless an object was given in its place."""
-        given = {"model": self.model, "reward_funcs": self.reward_list, "env": self.env or self.train_dataset}
+        given = {"model": self.model, "reward_funcs": self.reward_funcs, "env": self.env or self.train_dataset}
         for key, path in missing_paths(values, METHODS).items():
             if given.get(key) is None:
                 moved = Path(path)
@@ -156,7 +148,7 @@ class TrainerInputs:
         }
         for name, remedy in remedies.items():
             value = getattr(self, name)
-            parts = value if name == "reward_funcs" and isinstance(value, list | tuple) else [value]
+            parts = (value or []) if name == "reward_funcs" else [value]
             if not all(isinstance(part, str | dict | None) for part in parts):
                 raise ConfigError(
                     f"sync: {name_of(c.sync)} starts samplers that build everything by name, so {name} cannot be an "

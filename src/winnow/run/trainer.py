@@ -106,7 +106,7 @@ class Trainer:
         self._begun_at = time.monotonic()
         self.console = Console(quiet=True)
         self.run_dir = Path(config.output_dir).absolute()  # the working directory may change
-        self._resumed, self._rewards = resume, given.reward_list
+        self._resumed, self._rewards = resume, given.reward_funcs
         self._session: Session | None = None
         self._stop_requested = self._ended = False
         torch.manual_seed(config.seed)
