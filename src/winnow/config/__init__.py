@@ -17,7 +17,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..base.errors import ConfigError
-from ..base.files import below_home, not_json, out_of_home
+from ..base.files import not_json
 from .errors import explain, suggestion, translated
 from .options import (
     SECTION_KEYS,
@@ -332,15 +332,6 @@ def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
         raise ConfigError(f"{where}: {not_json(values)} cannot be saved as JSON: {error}") from None
     refuse_truths(values, config.model_dump(), where)
     return config
-
-
-def as_saved(config: RunConfig) -> dict[str, Any]:
-    """Return JSON values for a run's files and trackers, without home directories; `from_saved` undoes it."""
-    return below_home(config.model_dump(mode="json"), METHODS)
-
-
-def from_saved(values: Mapping[str, Any]) -> dict[str, Any]:
-    return out_of_home(values, METHODS)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..base.files import private_directory, write_json
-from ..config import METHODS, RunConfig, as_saved
+from ..config import METHODS, RunConfig
+from ..config.paths import as_saved
 from ..record.ledger import Ledger
 from ..record.records import CHARTS, CONFIG, LEDGER, RunDirectoryError
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME

@@ -18,7 +18,8 @@ from ..base.errors import ConfigError
 from ..base.seconds import now
 from ..base.state import at
 from ..collect import Batch, Collector, LoopState
-from ..config import RunConfig, as_saved
+from ..config import RunConfig
+from ..config.paths import as_saved
 from ..env.base import Task
 from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of

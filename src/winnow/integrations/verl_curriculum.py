@@ -20,7 +20,8 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..base.seconds import RunClock, now
 from ..base.state import Count, at
-from ..config import RunConfig, as_saved
+from ..config import RunConfig
+from ..config.paths import as_saved
 from ..env.prompting import decode
 from ..methods.gate.audit import load_with_audit, state_with_audit
 from ..record.failures import FailureWatch

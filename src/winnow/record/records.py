@@ -15,7 +15,8 @@ from typing import IO, Any
 from ..base.errors import ExpectedError
 from ..base.files import bytes_of, from_json, private_file
 from ..base.sanitize import redact
-from ..config import RunConfig, from_saved
+from ..config import RunConfig
+from ..config.paths import from_saved
 from ..methods.gate.signals import table_rows
 from ..methods.group_kind import GroupJudge
 from ..types import Group

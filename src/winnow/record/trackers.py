@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Protocol
 from ..base.errors import ConfigError
 from ..base.files import write_json
 from ..base.machine import install
-from ..config import RunConfig, as_saved
+from ..config import RunConfig
+from ..config.paths import as_saved
 
 PROJECT = "winnow"
 TRACKER_IDS = "trackers.json"

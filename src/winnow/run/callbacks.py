@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..config import RunConfig, as_saved
+from ..config import RunConfig
+from ..config.paths import as_saved
 
 
 @dataclass

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..base.files import absolute_paths, missing_paths
-from ..config import METHODS, RunConfig, as_saved, from_saved, load_config, validate
+from ..config import RunConfig, load_config, validate
 from ..config.errors import answer_to, load_hints, suggestion
 from ..config.options import MethodSpec, name_of, section_of
+from ..config.paths import absolute_paths, as_saved, from_saved, missing_paths
 from ..engine.initial_model import InitialModel
 from ..engine.loading import quiet_transformers
 from ..env.base import Demonstrator, Task
@@ -86,12 +86,12 @@ class TrainerInputs:
             values.setdefault("env", "dataset")
         if resumed:
             self._require_files(values)
-        return validate(absolute_paths(values, METHODS, resumed=resumed))
+        return validate(absolute_paths(values, resumed=resumed))
 
     def _require_files(self, values: Mapping[str, Any]) -> None:
         """Raise ConfigError for a path of a run that is no longer there, unless an object was given in its place."""
         given = {"model": self.model, "reward_funcs": self.reward_funcs, "env": self.env or self.train_dataset}
-        for key, path in missing_paths(values, METHODS).items():
+        for key, path in missing_paths(values).items():
             if given.get(key) is None:
                 moved = Path(path)
                 while not moved.parent.exists():
@@ -344,7 +344,7 @@ MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sl
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
     """Raise ConfigError with the difference if `config` would change what the rest of the run computes."""
-    begun = validate(absolute_paths(from_saved(saved), METHODS, resumed=True))
+    begun = validate(absolute_paths(from_saved(saved), resumed=True))
     before, now = as_saved(begun), as_saved(config)
     free = MAY_CHANGE_ON_RESUME | {"output_dir"}
     options = [Options.from_config(c) for c in (begun, config)]

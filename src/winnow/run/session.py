@@ -18,7 +18,7 @@ from ..base.errors import ConfigError
 from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
 from ..base.state import at
-from ..config import as_saved
+from ..config.paths import as_saved
 from ..env.rewards.rewarder import Rewarder, without_taken
 from ..learner.off_policy import log_ratios
 from ..learner.step import OptimizerStep
