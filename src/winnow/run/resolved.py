@@ -225,19 +225,18 @@ def rollout_options(
     c: RunConfig, *, greedy_baseline: bool = False, report: frozenset[str] = frozenset()
 ) -> dict[Purpose, RolloutOptions]:
     """Return the sampling options of every purpose; `greedy_baseline` concerns training, `report` evaluations."""
-    train, evaluation = sampling_params(c), sampling_params(c, evaluation=True)
+    train = sampling_params(c)
+    base = RolloutOptions(
+        train, c.max_prompt_length, c.seed, context_length=c.longest, history=c.history, max_segments=c.max_segments
+    )
     greedy = SamplingParams(c.max_completion_length, temperature=0.0, stop=tuple(c.stop))
-
-    def options(params: SamplingParams, **more: Any) -> RolloutOptions:
-        more |= {"context_length": c.longest, "history": c.history, "max_segments": c.max_segments}
-        return RolloutOptions(params, c.max_prompt_length, c.seed, **more)
-
+    short = replace(train, max_tokens=min(PROBE_TOKENS, train.max_tokens))
     return {
-        "train": options(train, greedy_baseline=greedy_baseline, drafts=c.speculative),
-        "eval": options(evaluation, report=report),
-        "greedy": options(greedy),
-        "profile": options(train),
-        "probe": options(replace(train, max_tokens=min(PROBE_TOKENS, train.max_tokens))),
+        "train": replace(base, greedy_baseline=greedy_baseline, drafts=c.speculative),
+        "eval": replace(base, params=sampling_params(c, evaluation=True), report=report),
+        "greedy": replace(base, params=greedy),
+        "profile": base,
+        "probe": replace(base, params=short),
     }
 
 
@@ -263,13 +262,9 @@ def learner_context(c: RunConfig, options: Options) -> LearnerContext:
 
 # ---------------------------------------------------------------- catalogue
 
-_TABLES = {"env": ENVS, "sync": SYNCS, "engine": ENGINES, "learner": LEARNERS, **tables.TABLES}
-_ORDER = (
-    *("env", "selector", "rollout_batch", "group_size", "sync", "engine"),
-    *("gates", "filter", "advantage", "policy_loss", "correction", "step_scale", "learner"),
-)
-TABLES: dict[str, Mapping[str, type]] = {key: _TABLES[key] for key in _ORDER}
-"""Config field -> its table, in the order a rollout passes them."""
+TABLES: dict[str, Mapping[str, type]]
+TABLES = {"env": ENVS, **tables.TABLES, "sync": SYNCS, "engine": ENGINES, "learner": LEARNERS}
+"""Config field -> its table."""
 
 
 def all_methods() -> list[dict[str, Any]]:

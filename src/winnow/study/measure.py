@@ -222,10 +222,9 @@ def memory(bench: Bench) -> Figures:
     if bench.device.type != "cuda":
         raise SkippedError("PyTorch does not count a CPU's memory")
     tokens = min(int(bench.config.tokens_per_microbatch), _tokens(bench.config))
-    total = torch.cuda.get_device_properties(bench.device).total_memory
     (budget,) = bench.resolved.budgets.values()
     figures = Figures()
-    for phase, parts in replace(budget, memory=total, tokens=tokens).phases().items():
+    for phase, parts in replace(budget, tokens=tokens).phases().items():
         if phase in bench.peak:
             predicted, measured = sum(parts.values()) / GIB, bench.peak[phase] / GIB
             figures[phase] = {"predicted_gib": predicted, "measured_gib": measured}
