@@ -15,7 +15,7 @@ from ..config.options import MethodSpec, name_of, section_of
 from ..config.paths import absolute_paths, as_saved, from_saved, missing_paths
 from ..engine.initial_model import InitialModel
 from ..engine.loading import quiet_transformers
-from ..env.base import Demonstrator, Task
+from ..env.base import Task
 from ..learner.step import scheduled_lr
 from ..methods.tables import task_options
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
@@ -161,14 +161,6 @@ def build_task(spec: MethodSpec | Task) -> Task:
     task: Task = spec if isinstance(spec, Task) else task_options(spec).build()
     if not task.train:
         raise ConfigError(f"env: task {task.name} has no training prompts")
-    return task
-
-
-def build_demonstrator(spec: MethodSpec) -> Demonstrator:
-    """Return a task with demonstrations for a warm start. Raises ConfigError if it has none."""
-    task = build_task(spec)
-    if not isinstance(task, Demonstrator):
-        raise ConfigError(f"env: task {task.name} has no demonstrations; start from a pretrained model instead")
     return task
 
 
