@@ -27,11 +27,9 @@ from ..env.rewards.workers import RewardWorkers
 from ..learner import Learner, Policy
 from ..learner.adapters import adapted
 from ..learner.agreement import Agreement
-from ..learner.fsdp.learner import FsdpLearner
 from ..learner.local.reference import frozen_copy
 from ..learner.teacher import Teacher, build_teacher
 from ..methods.gate.audit import rules_of
-from ..record.records import CONFIG
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext
@@ -114,11 +112,6 @@ class Parts:
         groups = self.sampler.run(jobs)
         self.probed += [rollout for group in groups for rollout in group.rollouts]
         return groups
-
-    def require_shared(self) -> None:
-        """Raise ConfigError unless ranks on other machines see the run's directory, which has to exist."""
-        if isinstance(self.learner, FsdpLearner):
-            self.learner.require_shared(self.run_dir / CONFIG)
 
     def save(self, directory: Path) -> None:
         """Write what a resume needs."""

@@ -20,6 +20,7 @@ from ..base.files import readable, write_json
 from ..base.state import at
 from ..config.paths import as_saved
 from ..env.rewards.rewarder import Rewarder, without_taken
+from ..learner.fsdp.learner import FsdpLearner
 from ..learner.off_policy import log_ratios
 from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop
@@ -107,7 +108,8 @@ class Session:
         """
         c, parts, state = self.config, self.parts, self._state
         with self._open_parts as stack:  # closed if this fails
-            parts.require_shared()
+            if isinstance(parts.learner, FsdpLearner):
+                parts.learner.require_shared(self.run_dir / CONFIG)
             parts.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)
             if state is not None and self._resume_from is not None:
                 self._restore(state, self._resume_from)
