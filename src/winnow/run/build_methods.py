@@ -29,7 +29,7 @@ from ..methods.group_kind import GroupJudge
 from ..methods.loss import LossConfig
 from ..methods.policy_loss import Clip
 from ..methods.select import StreamSelector
-from ..methods.size import GroupSize, RolloutBatch
+from ..methods.size import GroupSize
 from ..methods.success import PUNISHMENT, Success, default_success
 from ..record.account import Account
 from ..record.stop_conditions import Limits
@@ -47,7 +47,6 @@ from .resolved import Options, sampling_params
 class Methods:
     options: Options
     selector: StreamSelector
-    rollout_batch: RolloutBatch
     group_size: GroupSize
     gates: dict[str, Gate]
     audits: Audits
@@ -126,7 +125,6 @@ def build_methods(c: RunConfig, methods: Options, prompts: Sequence[Prompt], suc
     return Methods(
         options=methods,
         selector=selector,
-        rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),
         group_size=group_size,
         gates=build_gates(methods, c.seed, judge),
         audits=audits,
@@ -298,7 +296,8 @@ def build_collector(
 ) -> Collector:
     """Build the collector of a run. `limits`: by default the configuration's."""
     ledger.judge = m.judge
-    buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or asynchronous)
+    rollout_batch = m.options.rollout_batch
+    buffer = Buffer(c.prompts_per_step, c.max_lag, carry=rollout_batch.carry or asynchronous)
     return Collector(
         prompts=prompts,
         sampler=sampler,
@@ -306,8 +305,8 @@ def build_collector(
         group_size=m.group_size,
         filter=m.filter,
         buffer=buffer,
-        pace=AsyncPace(buffer, sampler) if asynchronous else SyncPace(buffer, sampler, m.rollout_batch),
-        refill_round=max(m.rollout_batch.size, c.prompts_per_step),
+        pace=AsyncPace(buffer, sampler) if asynchronous else SyncPace(buffer, sampler, rollout_batch),
+        refill_round=max(rollout_batch.size, c.prompts_per_step),
         ledger=ledger,
         judge=m.judge,
         limits=limits or _limits(c),

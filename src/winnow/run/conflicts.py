@@ -12,7 +12,7 @@ from .resolved import AUTO, Options
 def require_sync(c: RunConfig, options: Options, device: str) -> None:
     """Raise ConfigError where options of `sync` or `reuse` do nothing, contradict others, or cannot work on this
     machine."""
-    carried = options.carries(c)
+    carried = options.rollout_batch.carry
     if options.asynchronous and c.changed(("rollout_batch",)):
         sync = name_of(c.sync) if options.own_engines else "lag: continuous"
         raise ConfigError(

@@ -271,7 +271,7 @@ def _sizes_on_cpu(c: RunConfig, options: Options, engine: Any, machine: Machine,
     why: dict[str, str] = {}
     of_engine: dict[str, Any] = {}
     open_ = isinstance(engine, LocalOptions) and not engine.fixed_slots and "slots" not in section_of(c.engine)
-    groups = options.methods["rollout_batch"][0].build(c.prompts_per_step).size * (c.max_lag * options.continuous + 1)
+    groups = options.rollout_batch.size * (c.max_lag * options.continuous + 1)
     wanted = min(CPU_SLOTS, groups * c.num_generations)
     if open_ and wanted > engine.slots and machine.device.type == "cpu" and not options.samples_elsewhere:
         each = c.longest * Shapes.from_model(model.meta_model, c.lora).kv_elements * engine_bytes(engine)

@@ -24,6 +24,7 @@ from ..engine.vllm.options import why_unusable
 from ..learner import LEARNERS, LearnerContext
 from ..learner.local.learner import LearnerOptions
 from ..methods import tables
+from ..methods.size import RolloutBatch
 from ..rollout.options import RolloutOptions
 from ..sampler import SYNCS, InProcess, Processes, SamplerOptions
 from ..tasks import ENVS
@@ -47,6 +48,7 @@ class Options:
     """Key -> options, for selector, rollout_batch, group_size, gates, filter, advantage, correction and step_scale."""
     names: Mapping[str, Sequence[str]]
     """Key -> names of the methods, as written."""
+    rollout_batch: RolloutBatch
     sync: SamplerOptions
     learner: Any
     engine: Any
@@ -57,9 +59,10 @@ class Options:
         """Raises ConfigError naming the key, and the nearest valid name or option."""
         methods = tables.options_of(c)
         names = {key: [name_of(spec) for spec in specs] for key, specs in tables.specs_of(c).items()}
+        rollout_batch = methods["rollout_batch"][0].build(c.prompts_per_step)
         sync, learner = method(SYNCS, c.sync, "sync"), method(LEARNERS, c.learner, "learner")
         engine = None if name_of(c.engine) == AUTO else method(ENGINES, c.engine, "engine")
-        return cls(methods, names, sync, learner, engine)
+        return cls(methods, names, rollout_batch, sync, learner, engine)
 
     @property
     def gate_names(self) -> list[str]:
@@ -81,10 +84,6 @@ class Options:
     def overlap(self) -> bool:
         """Whether the next batch is collected while the learner updates, in one process."""
         return getattr(self.sync, "overlap", False)
-
-    def carries(self, c: RunConfig) -> bool:
-        """Whether surplus groups wait for the next step."""
-        return bool(self.methods["rollout_batch"][0].build(c.prompts_per_step).carry)
 
     @property
     def own_engines(self) -> bool:
@@ -201,7 +200,7 @@ class Resolved:
         c, options = self.config, self.options
         if not isinstance(options.sync, InProcess) or options.continuous:
             return 0
-        return c.max_lag - options.carries(c) - options.overlap
+        return c.max_lag - options.rollout_batch.carry - options.overlap
 
     def set_threads(self) -> None:
         if isinstance(self.config.threads, int):
