@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,11 @@ def test_an_evaluation_keeps_no_model_next_to_its_engine(name: str, tiny_model: 
     model.save_pretrained(tmp_path)
     sizes = {"max_prompt_length": 16, "max_completion_length": 8, "eval_prompts": 2, "eval_generations": 1}
     values = {"env": {"name": "countdown", "train_size": 24, "test_size": 8}, "device": "cuda"} | sizes
-    with PretendCuda() as gpu, model_config(str(tmp_path), values) as (c, *_), opened(c, build_task(c.env)) as parts:
+    with ExitStack() as stack:
+        gpu = stack.enter_context(PretendCuda())
+        c, *_ = stack.enter_context(model_config(str(tmp_path), values))
+        task = build_task(c.env)
+        parts = stack.enter_context(opened(c, task, task.test))
         gc.collect()
         weights = budget(c, Shapes.from_model(model, c.lora), GIB, learner=False).phases()["publish"]["engine weights"]
         assert 0.5 * weights < gpu.bytes < 1.2 * weights

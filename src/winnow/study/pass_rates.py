@@ -34,9 +34,8 @@ from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_
 from ..methods.success import Success, require_decided
 from ..rollout.evaluate import RollOut, RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
-from ..run.build_methods import build_success, differences, meta_path, profile_settings
+from ..run.build_methods import differences, meta_path, profile_settings
 from ..run.inputs import build_task
-from ..run.preflight import check_rewards
 from ..run.standalone import model_config, opened
 from ..types import Prompt
 
@@ -64,9 +63,7 @@ def profile_model(
         config, name, saved = stack.enter_context(model_config(model, values))
         task = build_task(config.env)
         wanted = list(task.train[:prompts])
-        policy, roll_out, rewarder = stack.enter_context(opened(config, task, saved))
-        check_rewards(task, wanted[0], rewarder)
-        success = build_success(config, task, rewarder.aliases, config.reward_weights)
+        policy, roll_out, rewarder, success = stack.enter_context(opened(config, task, wanted, saved))
         require_decided(success)
         key = profile_key(config, task, policy, rewarder, success, n)
         path = output or default_path(task.name, key)
