@@ -50,7 +50,7 @@ RewardNames = Annotated[list[str], BeforeValidator(in_a_list, json_schema_input_
 
 
 COLDEST = 1e-4
-"""Lowest temperature: engines refuse lower ones, which can only mean greedy sampling."""
+"""Lowest temperature: lower ones may overflow float32 logits, and can only mean greedy sampling."""
 
 
 def _greedy_or_warm(temperature: float) -> float:
