@@ -364,6 +364,10 @@ def read_settings(
     return values
 
 
+SHORT_FORMS = {"teacher": teacher_section, "success": success_section}
+"""Sections that a single value may stand for, and what makes it a section."""
+
+
 def apply_override(values: dict[str, Any], override: str) -> None:
     """Set one `key=value`; `filter.atol=1e-6` turns `filter: zero_variance` into a section first."""
     key, separator, text = override.partition("=")
@@ -375,13 +379,19 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         problem = getattr(error, "problem", None) or error
         raise ConfigError(f"override '{override}': the value is not valid YAML: {problem}") from None
     *parents, last = key.split(".")
-    for parent in parents:
-        field = RunConfig.model_fields.get(parent)
-        default = field.default if field is not None and isinstance(field.default, str) else {}
-        section = values.setdefault(parent, default)
-        if isinstance(section, str):
-            section = values[parent] = {"name": section}
+    for depth, parent in enumerate(parents):
+        section, top = values.get(parent), depth == 0
+        if section is None and top and parent in METHODS:
+            default = RunConfig.model_fields[parent].default
+            section = default if isinstance(default, str) else None
+        if top and parent in SHORT_FORMS:
+            section = SHORT_FORMS[parent](section)
+        elif isinstance(section, str) and (parent in METHODS or not top):
+            section = {"name": section}
+        if section is None:
+            section = {}
         if not isinstance(section, dict):
             raise ConfigError(f"override '{override}': '{parent}' is not a section")
+        values[parent] = section
         values = section
     values[last] = value
