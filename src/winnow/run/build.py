@@ -45,7 +45,7 @@ from .preflight import (
     require_whole_groups,
     warn_of_sizes,
 )
-from .resolved import Resolved, learner_context, rollout_options
+from .resolved import Resolved, learner_context
 
 
 @dataclass
@@ -146,16 +146,14 @@ def build(r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | Non
         check_prompts(c, task, policy.tokenizer, engine)
         learner = build_learner(policy, r)
         built.callback(learner.close)
-        greedy = m.advantage.greedy_baseline
         runner = None
         if engine is not None:
-            by_purpose = rollout_options(c, greedy_baseline=greedy)
-            runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, by_purpose, rules_of(m.gates, m.audits))
+            runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, r.rollouts, rules_of(m.gates, m.audits))
         gpu = (learner.device.index or 0) if learner.device.type == "cuda" else None
         context = SamplerContext(
             task=task,
             tokenizer=policy.tokenizer,
-            greedy_baseline=greedy,
+            greedy_baseline=m.advantage.greedy_baseline,
             behind=r.behind,
             runner=runner,
             seed=c.seed,

@@ -184,6 +184,7 @@ class Resolved:
     engine: Any
     """Options of the engine for this run."""
     device: torch.device
+    rollouts: Mapping[Purpose, RolloutOptions]
     why: Mapping[str, str]
     """Reasons, by config key."""
     warnings: Sequence[str] = ()
@@ -220,10 +221,8 @@ def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams
     return SamplingParams(c.max_completion_length, c.temperature, c.top_p, c.top_k, tuple(c.stop), **drawn)
 
 
-def rollout_options(
-    c: RunConfig, *, greedy_baseline: bool = False, report: frozenset[str] = frozenset()
-) -> dict[Purpose, RolloutOptions]:
-    """Return the sampling options of every purpose; `greedy_baseline` concerns training, `report` evaluations."""
+def rollout_options(c: RunConfig, *, greedy_baseline: bool = False) -> dict[Purpose, RolloutOptions]:
+    """Return the sampling options of every purpose; `greedy_baseline` concerns training."""
     train = sampling_params(c)
     base = RolloutOptions(
         train, c.max_prompt_length, c.seed, context_length=c.longest, history=c.history, max_segments=c.max_segments
@@ -232,7 +231,7 @@ def rollout_options(
     short = replace(train, max_tokens=min(PROBE_TOKENS, train.max_tokens))
     return {
         "train": replace(base, greedy_baseline=greedy_baseline, drafts=c.speculative),
-        "eval": replace(base, params=sampling_params(c, evaluation=True), report=report),
+        "eval": replace(base, params=sampling_params(c, evaluation=True)),
         "greedy": replace(base, params=greedy),
         "profile": base,
         "probe": replace(base, params=short),

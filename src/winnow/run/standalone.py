@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +26,6 @@ from .build_methods import build_success
 from .inputs import build_task
 from .preflight import check_rewards
 from .resolve import resolve_here
-from .resolved import rollout_options
 
 
 def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,8 @@ def opened(
     policy, engine = build_policy(resolved)
     rewarder = build_rewarder(config, task)
     assert engine is not None
-    runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(config, report=report))
+    evaluating = replace(resolved.rollouts["eval"], report=report)
+    runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, {**resolved.rollouts, "eval": evaluating})
     try:
         sources = (("env", "task", task), ("reward_funcs", "reward functions", rewarder))
         for key, name, source in sources:
