@@ -143,7 +143,7 @@ def build(r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | Non
         m = _checked_methods(r, task, rewarder, resumed)  # before weights are loaded, which may take minutes
         policy, engine = build_policy(r, inputs.processing_class, checkpoint, with_engine=not own_engines)
         built.callback(close_engine, engine)
-        check_prompts(c, task, policy.tokenizer, engine)
+        check_prompts(r.rollouts["train"], task, policy.tokenizer, engine)
         learner = build_learner(policy, r)
         built.callback(learner.close)
         runner = None

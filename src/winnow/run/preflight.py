@@ -26,13 +26,14 @@ from ..learner import Fsdp, Learner
 from ..learner.agreement import Agreement, require_agreement
 from ..learner.base import Sizes
 from ..rollout.evaluate import RollOut
+from ..rollout.options import RolloutOptions
 from ..sampler import Ray
 from ..sampler.base import PoolOptions
 from ..tasks.prompt_example import warn_of_plain_text
 from ..types import Job, Prompt, Visit
 from .budget import Shapes, engine_bytes
 from .build_methods import Methods
-from .resolved import Resolved, sampling_params
+from .resolved import Resolved
 
 PROBED, PROBES_EACH = 4, 2
 """Prompts whose log-probabilities are compared at the start, and rollouts of each."""
@@ -112,14 +113,14 @@ def require_whole_groups(m: Methods, comparing: Mapping[str, bool | None]) -> No
         )
 
 
-def check_prompts(c: RunConfig, task: Task, tokenizer: Any, engine: Engine | None) -> None:
+def check_prompts(options: RolloutOptions, task: Task, tokenizer: Any, engine: Engine | None) -> None:
     """Try a few prompts on tokenizer and engine (if local); warn of prompts that will fail.
 
     Raises ConfigError when all of them fail.
     """
+    causes, limit, params = [], options.max_prompt_length, options.params
     warn_of_plain_text(task, tokenizer)
-    warn_of_failing_prompts(c.max_prompt_length, task, tokenizer)
-    causes, limit = [], c.max_prompt_length
+    warn_of_failing_prompts(limit, task, tokenizer)
     for prompt in [*task.train[:16], *task.test[:16]]:
         try:
             ids = encode_prompt(tokenizer, prompt)
@@ -129,8 +130,8 @@ def check_prompts(c: RunConfig, task: Task, tokenizer: Any, engine: Engine | Non
                 encode_observation(tokenizer, prompt, "?", np.array([], np.int64))
             if engine is None:
                 return
-            params = sampling_params(c)
-            room = min(params.max_tokens, c.longest - len(ids))
+            longest = options.context_length or len(ids) + params.max_tokens
+            room = min(params.max_tokens, longest - len(ids))
             engine.submit([Request("trial", ids, replace(params, max_tokens=room), key=0)])
             engine.cancel(["trial"])
             return
