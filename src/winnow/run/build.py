@@ -45,7 +45,7 @@ from .preflight import (
     require_whole_groups,
     warn_of_sizes,
 )
-from .resolved import Resolved, learner_context
+from .resolved import Resolved
 
 
 @dataclass
@@ -171,8 +171,7 @@ def build(r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | Non
         built.callback(sampler.close)
         parts = Parts(r, run_dir, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)
         if c.teacher is not None:
-            of_learner = learner_context(c, r.options)
-            parts.teacher = build_teacher(c.teacher, learner, policy, task, of_learner, c.longest)
+            parts.teacher = build_teacher(c.teacher, learner, policy, task, r.learning, c.longest)
         if engine is not None:
             engine.load_weights(learner.weights(), 0)
             parts.compare()
@@ -219,7 +218,7 @@ def build_rewarder(
 def build_learner(policy: Policy, r: Resolved) -> Learner:
     """Build the learner. Raises ConfigError when the policy cannot be trained as configured."""
     try:
-        learner: Learner = r.options.learner.build(policy, learner_context(r.config, r.options))
+        learner: Learner = r.options.learner.build(policy, r.learning)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return learner

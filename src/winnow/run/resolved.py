@@ -185,6 +185,7 @@ class Resolved:
     """Options of the engine for this run."""
     device: torch.device
     rollouts: Mapping[Purpose, RolloutOptions]
+    learning: LearnerContext
     why: Mapping[str, str]
     """Reasons, by config key."""
     warnings: Sequence[str] = ()
