@@ -19,8 +19,8 @@ from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.size.sequential import Sequential, SequentialSize
 from winnow.rollout.in_flight import zero_unrewarded_truncated
-from winnow.run.build_methods import build_collector, step_options
-from winnow.run.resolved import Options
+from winnow.run.build_methods import build_collector
+from winnow.run.resolved import Options, step_options
 from winnow.types import Group, GroupKind, Job, Prompt, Visit
 
 from .. import parity

@@ -26,8 +26,9 @@ from ..methods.gate.audit import rules_of
 from ..record.records import Records, RunDirectoryError, read_metrics
 from ..record.stop_conditions import Limits
 from ..record.user_code import changes, code_of
-from ..run.build_methods import build_collector, step_options
+from ..run.build_methods import build_collector
 from ..run.checkpoint import load_state_in_trl, refuse_used_directory, understood
+from ..run.resolved import step_options
 from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
 from .hosted import keep_from_uploads, open_account, require_ledger, require_unchanged

@@ -6,28 +6,25 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.files import from_json
 from ..collect import Collector
-from ..config import CLIPPING, RunConfig
+from ..config import RunConfig
 from ..config.errors import suggestion
 from ..config.options import section_of
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
-from ..learner.step import StepOptions
-from ..methods.advantage import Advantage, InUpdate
+from ..methods.advantage import Advantage
 from ..methods.base import Chart, RunFacts
-from ..methods.correct import OverBatch, StepScale
+from ..methods.correct import StepScale
 from ..methods.filter import AllOf, Filter
 from ..methods.gate import Gate, GateContext, NamedRule, RuleError, check_rule
 from ..methods.gate.audit import Audits, SkipAudit, StopAudit
 from ..methods.group_kind import GroupJudge
-from ..methods.loss import LossConfig
-from ..methods.policy_loss import Clip
 from ..methods.select import StreamSelector
 from ..methods.size import GroupSize
 from ..methods.success import PUNISHMENT, Success, default_success
@@ -40,6 +37,7 @@ from ..sampler.codec import Prompts
 from ..sampler.drafts import Drafts
 from ..sampler.scheduling import AsyncPace, SyncPace
 from ..types import Prompt, Purpose
+from .conflicts import require_loss
 from .resolved import Options, sampling_params
 
 
@@ -53,7 +51,6 @@ class Methods:
     filter: Filter
     judge: GroupJudge
     advantage: Advantage
-    loss: LossConfig
     step_scale: StepScale
 
     def save(self, directory: Path) -> None:
@@ -93,7 +90,7 @@ def build_methods(c: RunConfig, methods: Options, prompts: Sequence[Prompt], suc
     Raises ConfigError naming the field and the nearest valid name.
     """
     options, names = methods.methods, methods.names
-    loss = build_loss(c, methods)
+    require_loss(c, methods)
     with _errors_of("group_size"):
         group_size: GroupSize = options["group_size"][0].build(c.num_generations)
     _require(GroupSize, group_size, "group_size", names["group_size"][0])
@@ -131,7 +128,6 @@ def build_methods(c: RunConfig, methods: Options, prompts: Sequence[Prompt], suc
         filter=filter_,
         judge=judge,
         advantage=advantage,
-        loss=loss,
         step_scale=options["step_scale"][0].build(),
     )
 
@@ -218,71 +214,6 @@ def _audits(c: RunConfig, options: Options, selector: StreamSelector) -> Audits:
     return Audits(stops, skips)
 
 
-def step_options(c: RunConfig, options: Options) -> StepOptions:
-    methods = options.methods
-    own = {
-        "warmup_steps": c.warmup,
-        "kl_in_reward": c.beta if c.kl_in_reward else 0.0,
-        "ref_model_sync_steps": c.ref_model_sync_steps if c.sync_ref_model else None,
-        "unbiased": any(getattr(each, "unbiased", False) for each in [*methods["gates"], *methods["group_size"]]),
-    }
-    return StepOptions(**c.same_keys(StepOptions) | own)
-
-
-def _check_teacher(c: RunConfig, options: Options) -> None:
-    """Raise ConfigError where a setting contradicts advantages of single tokens, or whole distributions."""
-    if c.teacher is None:
-        return
-    (advantage,), (correction,) = options.methods["advantage"], options.methods["correction"]
-    names = options.names
-    if isinstance(advantage, InUpdate):
-        raise ConfigError(
-            f"teacher: gives advantages of tokens, and advantage: {names['advantage'][0]} finds a baseline of whole "
-            "rollouts in the update; choose another advantage, e.g. rloo"
-        )
-    if isinstance(correction, OverBatch) or getattr(correction, "only_negative", False):
-        raise ConfigError(
-            f"teacher: gives advantages of tokens, and correction: {names['correction'][0]} goes by the sign of the "
-            "rollout's; choose another, e.g. truncate"
-        )
-    if cut := c.changed(("top_p", "top_k", "min_p", "repetition_penalty")):
-        raise ConfigError(f"teacher: is compared with the policy's whole distribution, and {cut} changes it; remove it")
-    if c.teacher.url is not None and (other := c.changed(("temperature",))):
-        raise ConfigError(f"teacher: url: the server's log-probabilities are those at temperature 1, not {other}")
-    if not c.teacher.adapter and (c.lora is None or c.lora.resume):
-        raise ConfigError("teacher: adapter: false needs lora with a fresh adapter; give the teacher as model")
-
-
-def build_loss(c: RunConfig, options: Options) -> LossConfig:
-    """Build the loss. Raises ConfigError on an unknown correction, or a ratio that is always 1 or is missing."""
-    _check_teacher(c, options)
-    own = {
-        "beta": 0.0 if c.kl_in_reward else c.beta,
-        "correction": options.methods["correction"][0],
-        "policy_loss": options.methods["policy_loss"][0],
-    }
-    if c.teacher is not None:
-        own |= {"teacher_weight": c.teacher.weight, "reward_weight": c.teacher.reward_weight}
-    if isinstance(own["policy_loss"], Clip):
-        given = {key: getattr(c, key) for key in CLIPPING if c.changed([key])}
-        own["policy_loss"] = replace(own["policy_loss"], **given)
-    loss = LossConfig(**c.same_keys(LossConfig) | own)
-    (policy_loss,), (correction,) = options.names["policy_loss"], options.names["correction"]
-    limits = c.changed(CLIPPING) or ("" if loss.policy_loss == Clip() else f"policy_loss: {policy_loss}")
-    if loss.ratio_to_learner and c.num_iterations == 1 and limits:
-        raise ConfigError(
-            f"{limits} has no effect with correction: {correction} and num_iterations: 1, as only the "
-            "change since the first iteration is in its ratio; remove it, or use correction: none, or more iterations"
-        )
-    stale = c.changed(("max_lag", "num_iterations")) or ("reuse:" if c.reuse is not None else "")
-    if stale and not loss.policy_loss.has_ratio and not loss.correction.active:
-        raise ConfigError(
-            f"{stale} trains on tokens of older policies, and policy_loss: {policy_loss} does not correct "
-            "for it; set correction: truncate, or policy_loss: clip"
-        )
-    return loss
-
-
 def build_collector(
     c: RunConfig,
     m: Methods,
@@ -296,7 +227,8 @@ def build_collector(
 ) -> Collector:
     """Build the collector of a run. `limits`: by default the configuration's."""
     ledger.judge = m.judge
-    rollout_batch = m.options.rollout_batch
+    rollout_batch, masks = m.options.rollout_batch, c.mask_truncated_completions
+    own = Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, masks, teacher=c.teacher is not None)
     buffer = Buffer(c.prompts_per_step, c.max_lag, carry=rollout_batch.carry or asynchronous)
     return Collector(
         prompts=prompts,
@@ -309,17 +241,12 @@ def build_collector(
         refill_round=max(rollout_batch.size, c.prompts_per_step),
         ledger=ledger,
         judge=m.judge,
-        limits=limits or _limits(c),
+        limits=limits or own,
         gates=m.gates,
         audits=m.audits,
         reuse=reuse,
         drafts=Drafts(c.speculative),
     )
-
-
-def _limits(c: RunConfig) -> Limits:
-    masked = c.mask_truncated_completions
-    return Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, masked, teacher=c.teacher is not None)
 
 
 # ---------------------------------------------------------------- settings of a profile

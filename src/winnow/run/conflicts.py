@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from ..base.errors import ConfigError
-from ..config import RunConfig
+from ..config import CLIPPING, RunConfig
 from ..config.options import name_of
+from ..methods.advantage import InUpdate
+from ..methods.correct import OverBatch
+from ..methods.policy_loss import Clip
 from ..sampler.base import PoolOptions
-from .resolved import AUTO, Options
+from .resolved import AUTO, Options, loss_config
 
 
 def require_sync(c: RunConfig, options: Options, device: str) -> None:
@@ -54,3 +57,46 @@ def require_sync(c: RunConfig, options: Options, device: str) -> None:
             f"reuse: max_age: {c.reuse.max_age} must be above max_lag: {c.max_lag}, the age at which every group is "
             "trained first here"
         )
+
+
+def require_loss(c: RunConfig, options: Options) -> None:
+    """Raise ConfigError where a setting of the loss does nothing, or tokens of older policies are not corrected for."""
+    _require_teacher(c, options)
+    loss = loss_config(c, options)
+    (policy_loss,), (correction,) = options.names["policy_loss"], options.names["correction"]
+    limits = c.changed(CLIPPING) or ("" if loss.policy_loss == Clip() else f"policy_loss: {policy_loss}")
+    if loss.ratio_to_learner and c.num_iterations == 1 and limits:
+        raise ConfigError(
+            f"{limits} has no effect with correction: {correction} and num_iterations: 1, as only the "
+            "change since the first iteration is in its ratio; remove it, or use correction: none, or more iterations"
+        )
+    stale = c.changed(("max_lag", "num_iterations")) or ("reuse:" if c.reuse is not None else "")
+    if stale and not loss.policy_loss.has_ratio and not loss.correction.active:
+        raise ConfigError(
+            f"{stale} trains on tokens of older policies, and policy_loss: {policy_loss} does not correct "
+            "for it; set correction: truncate, or policy_loss: clip"
+        )
+
+
+def _require_teacher(c: RunConfig, options: Options) -> None:
+    """Raise ConfigError where a setting contradicts advantages of single tokens, or whole distributions."""
+    if c.teacher is None:
+        return
+    (advantage,), (correction,) = options.methods["advantage"], options.methods["correction"]
+    names = options.names
+    if isinstance(advantage, InUpdate):
+        raise ConfigError(
+            f"teacher: gives advantages of tokens, and advantage: {names['advantage'][0]} finds a baseline of whole "
+            "rollouts in the update; choose another advantage, e.g. rloo"
+        )
+    if isinstance(correction, OverBatch) or getattr(correction, "only_negative", False):
+        raise ConfigError(
+            f"teacher: gives advantages of tokens, and correction: {names['correction'][0]} goes by the sign of the "
+            "rollout's; choose another, e.g. truncate"
+        )
+    if cut := c.changed(("top_p", "top_k", "min_p", "repetition_penalty")):
+        raise ConfigError(f"teacher: is compared with the policy's whole distribution, and {cut} changes it; remove it")
+    if c.teacher.url is not None and (other := c.changed(("temperature",))):
+        raise ConfigError(f"teacher: url: the server's log-probabilities are those at temperature 1, not {other}")
+    if not c.teacher.adapter and (c.lora is None or c.lora.resume):
+        raise ConfigError("teacher: adapter: false needs lora with a fresh adapter; give the teacher as model")

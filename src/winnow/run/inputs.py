@@ -20,11 +20,10 @@ from ..learner.step import scheduled_lr
 from ..methods.tables import task_options
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..record.trackers import check_trackers
-from .build_methods import step_options
 from .hub import check_hub
 from .preflight import in_steps
 from .resolve import resolve
-from .resolved import AUTO, Machine, Options, Resolved
+from .resolved import AUTO, Machine, Options, Resolved, step_options
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,16 @@ from ..sampler import Processes
 from ..sampler.processes import numbered
 from .budget import AT_LEAST, AT_MOST, GIB, HALF, Budget, Shapes, engine_bytes
 from .conflicts import require_sync
-from .resolved import AUTO, Machine, Options, Resolved, learner_context, rollout_options
+from .resolved import (
+    AUTO,
+    Machine,
+    Options,
+    Resolved,
+    learner_context,
+    loss_config,
+    rollout_options,
+    step_options,
+)
 
 PAYS_FROM = 10_000_000
 """Parameters from which bfloat16, more than one thread and vLLM's start pay off; measured (docs/benchmarks.md)."""
@@ -95,6 +104,8 @@ def resolve(
         device=machine.device,
         rollouts=rollout_options(c, greedy_baseline=options.methods["advantage"][0].greedy_baseline),
         learning=learner_context(c, options),
+        loss=loss_config(c, options),
+        steps=step_options(c, options),
         why=why | sizes.why,
         warnings=_slow_settings(c, machine, preferred, why_preferred),
         budgets=sizes.budgets,

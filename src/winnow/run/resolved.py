@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from ..base.machine import bfloat16_units, install, main_memory, usable_threads
-from ..config import RunConfig
+from ..config import CLIPPING, RunConfig
 from ..config.options import method, name_of
 from ..engine import ENGINES
 from ..engine.base import SamplingParams
@@ -23,7 +23,10 @@ from ..engine.saving import types_from
 from ..engine.vllm.options import why_unusable
 from ..learner import LEARNERS, LearnerContext
 from ..learner.local.learner import LearnerOptions
+from ..learner.step import StepOptions
 from ..methods import tables
+from ..methods.loss import LossConfig
+from ..methods.policy_loss import Clip
 from ..methods.size import RolloutBatch
 from ..rollout.options import RolloutOptions
 from ..sampler import SYNCS, InProcess, Processes, SamplerOptions
@@ -186,6 +189,8 @@ class Resolved:
     device: torch.device
     rollouts: Mapping[Purpose, RolloutOptions]
     learning: LearnerContext
+    loss: LossConfig
+    steps: StepOptions
     why: Mapping[str, str]
     """Reasons, by config key."""
     warnings: Sequence[str] = ()
@@ -257,6 +262,31 @@ def learner_context(c: RunConfig, options: Options) -> LearnerContext:
         reward_env=c.reward_env,
         sampling=sampling_params(c),
     )
+
+
+def loss_config(c: RunConfig, options: Options) -> LossConfig:
+    own = {
+        "beta": 0.0 if c.kl_in_reward else c.beta,
+        "correction": options.methods["correction"][0],
+        "policy_loss": options.methods["policy_loss"][0],
+    }
+    if c.teacher is not None:
+        own |= {"teacher_weight": c.teacher.weight, "reward_weight": c.teacher.reward_weight}
+    if isinstance(own["policy_loss"], Clip):
+        given = {key: getattr(c, key) for key in CLIPPING if c.changed([key])}
+        own["policy_loss"] = replace(own["policy_loss"], **given)
+    return LossConfig(**c.same_keys(LossConfig) | own)
+
+
+def step_options(c: RunConfig, options: Options) -> StepOptions:
+    methods = options.methods
+    own = {
+        "warmup_steps": c.warmup,
+        "kl_in_reward": c.beta if c.kl_in_reward else 0.0,
+        "ref_model_sync_steps": c.ref_model_sync_steps if c.sync_ref_model else None,
+        "unbiased": any(getattr(each, "unbiased", False) for each in [*methods["gates"], *methods["group_size"]]),
+    }
+    return StepOptions(**c.same_keys(StepOptions) | own)
 
 
 # ---------------------------------------------------------------- catalogue

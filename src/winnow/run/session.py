@@ -41,7 +41,7 @@ from ..tasks.prompt_example import prompt_example
 from ..types import Group
 from . import checkpoint
 from .build import Parts
-from .build_methods import build_collector, method_charts, step_options
+from .build_methods import build_collector, method_charts
 from .callbacks import Callbacks
 from .hub import push_if_due, write_card
 from .preflight import NothingSampledError
@@ -163,8 +163,8 @@ class Session:
         asynchronous, lands = parts.resolved.options.asynchronous, parts.resolved.options.continuous
         prompts = prompts_of(parts.task)
         collector = build_collector(c, m, parts.sampler, self.ledger, prompts, asynchronous=asynchronous, reuse=reuse)
-        options = step_options(c, parts.resolved.options)
-        step = OptimizerStep(parts.learner, m.advantage, m.loss, m.step_scale, options, parts.teacher)
+        r = parts.resolved
+        step = OptimizerStep(parts.learner, m.advantage, r.loss, m.step_scale, r.steps, parts.teacher)
         hooks = Hooks(
             begin=lambda step: self._notify("on_step_begin"),
             published=self._compare_again,

@@ -39,7 +39,6 @@ from ..learner.agreement import require_agreement
 from ..learner.rows import Row
 from ..run.budget import GIB
 from ..run.build import build_learner, build_policy
-from ..run.build_methods import build_loss
 from ..run.resolve import engine_for_run, resolve_here
 from ..run.resolved import Resolved, sampling_params
 from ..types import Rollout
@@ -133,7 +132,7 @@ def _rollout(request: Request, ids: np.ndarray, logp: np.ndarray) -> Rollout:
 def update(bench: Bench) -> Figures:
     """Time the third of three updates: by then the optimizer has its state and kernels are loaded."""
     _, engine, learner = bench.built
-    loss = build_loss(bench.config, bench.resolved.options)
+    loss = bench.resolved.loss
     _release(engine)
 
     def work() -> None:
@@ -149,7 +148,7 @@ def repeats(bench: Bench) -> Figures:
     model, sums = bench.built[2].model, []
     for _ in range(2):
         torch.manual_seed(0)
-        bench.built[2].accumulate(bench.rows, build_loss(bench.config, bench.resolved.options), 0)
+        bench.built[2].accumulate(bench.rows, bench.resolved.loss, 0)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         sums.append([int(gradient.view(torch.int32).sum(dtype=torch.int64)) for gradient in gradients])
         model.zero_grad()
@@ -269,7 +268,7 @@ def threads(bench: Bench) -> Figures:
     usable = usable_threads()
     if bench.device.type != "cpu" or usable == 1:
         raise SkippedError("there is one core, or the work is done on a GPU")
-    learner, loss = bench.built[2], build_loss(bench.config, bench.resolved.options)
+    learner, loss = bench.built[2], bench.resolved.loss
     rows = bench.rows[: bench.config.num_generations]
 
     def work() -> None:
