@@ -11,12 +11,10 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..base.weights import weights_digest
 from ..config import RunConfig
-from ..config.options import name_of
 from ..engine.base import Engine, close_engine
 from ..engine.facts import end_where_rollouts_do
 from ..engine.initial_model import require_embeddings
 from ..engine.loading import CPU, load_tokenizer, load_whole, require_finite
-from ..engine.lora import TRAINED
 from ..engine.pretrained import located
 from ..engine.skeleton import as_zeros, in_files, unloaded
 from ..engine.template import with_template
@@ -226,9 +224,6 @@ def build_learner(policy: Policy, r: Resolved) -> Learner:
 
 # ---------------------------------------------------------------- policy and engine
 
-PLAINLY = frozenset({"r", "lora_alpha", "lora_dropout", "target_modules"})
-"""Adapter settings that an engine applies by itself."""
-
 
 def build_policy(
     r: Resolved, tokenizer: Any = None, checkpoint: Path | None = None, *, with_engine: bool = True
@@ -243,7 +238,6 @@ def build_policy(
         raise ConfigError("processing_class: missing; give the tokenizer of the model object")
     tokenizer = with_template(tokenizer or load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
     saved = checkpoint / "model" if checkpoint else None
-    check_adapters(r)
     read = _read_by_ranks(r, saved, tokenizer) if r.options.learns_elsewhere else None
     if read is not None and not with_engine:
         return read, None
@@ -289,26 +283,3 @@ def _read_by_ranks(r: Resolved, saved: Path | None, tokenizer: Any) -> Policy | 
     with as_zeros(model):
         trained = adapted(model, c.lora, None, saved, tokenizer, keep_reference=c.keeps_reference).model
     return replace(policy, model=trained, origin=digest)
-
-
-# ---------------------------------------------------------------- adapters
-
-
-def check_adapters(r: Resolved) -> None:
-    """Raise ConfigError when adapters are published alone to an engine that cannot apply them."""
-    c, adapter = r.config, r.model.adapter if r.model.resume else None
-    if c.adapters_alone is None:
-        return
-    if "adapters" not in getattr(r.engine, "provides", ()):
-        taker, other = f"engine: {name_of(c.engine)}", ", or engine: vllm"
-        if r.options.engine_of(0) is not None:
-            taker, other = f"sync: {name_of(c.sync)}", ""
-        raise ConfigError(
-            f"lora: merge: false publishes adapters alone, and {taker} takes whole weights; set lora.merge: true{other}"
-        )
-    special = sorted(key for key in TRAINED - PLAINLY if adapter is not None and adapter.settings.get(key))
-    if special:
-        raise ConfigError(
-            f"lora: merge: false publishes adapters alone, and this one has {special[0]} (adapter_config.json), which "
-            "the engine would not apply; set lora.merge: true"
-        )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..base.errors import ConfigError
 from ..config import CLIPPING, RunConfig
 from ..config.options import name_of
+from ..engine.lora import TRAINED, Adapter
 from ..methods.advantage import InUpdate
 from ..methods.correct import OverBatch
 from ..methods.policy_loss import Clip
 from ..sampler.base import PoolOptions
 from .resolved import AUTO, Options, loss_config
+
+PLAINLY = frozenset({"r", "lora_alpha", "lora_dropout", "target_modules"})
+"""Adapter settings that an engine applies by itself."""
 
 
 def require_sync(c: RunConfig, options: Options, device: str) -> None:
@@ -56,6 +62,28 @@ def require_sync(c: RunConfig, options: Options, device: str) -> None:
         raise ConfigError(
             f"reuse: max_age: {c.reuse.max_age} must be above max_lag: {c.max_lag}, the age at which every group is "
             "trained first here"
+        )
+
+
+def require_adapters(c: RunConfig, options: Options, engine: Any, adapter: Adapter | None) -> None:
+    """Raise ConfigError when adapters are published alone to an engine that cannot apply them.
+
+    `engine`: its options. `adapter`: one that is trained further.
+    """
+    if c.adapters_alone is None:
+        return
+    if "adapters" not in getattr(engine, "provides", ()):
+        taker, other = f"engine: {name_of(c.engine)}", ", or engine: vllm"
+        if options.engine_of(0) is not None:
+            taker, other = f"sync: {name_of(c.sync)}", ""
+        raise ConfigError(
+            f"lora: merge: false publishes adapters alone, and {taker} takes whole weights; set lora.merge: true{other}"
+        )
+    special = sorted(key for key in TRAINED - PLAINLY if adapter is not None and adapter.settings.get(key))
+    if special:
+        raise ConfigError(
+            f"lora: merge: false publishes adapters alone, and this one has {special[0]} (adapter_config.json), which "
+            "the engine would not apply; set lora.merge: true"
         )
 
 

@@ -21,17 +21,8 @@ from ..engine.vllm.options import ALONE, SHARED
 from ..sampler import Processes
 from ..sampler.processes import numbered
 from .budget import AT_LEAST, AT_MOST, GIB, HALF, Budget, Shapes, engine_bytes
-from .conflicts import require_sync
-from .resolved import (
-    AUTO,
-    Machine,
-    Options,
-    Resolved,
-    learner_context,
-    loss_config,
-    rollout_options,
-    step_options,
-)
+from .conflicts import require_adapters, require_sync
+from .resolved import AUTO, Machine, Options, Resolved
 
 PAYS_FROM = 10_000_000
 """Parameters from which bfloat16, more than one thread and vLLM's start pay off; measured (docs/benchmarks.md)."""
@@ -85,27 +76,23 @@ def resolve(
         threads, why["threads"] = choose_threads(options, machine, parameters)
 
     c = c.model_copy(update=values | {"engine": spec, "dtype": dtype, "threads": threads})
-    sizes = (
-        _sizes_on_gpu(c, replace(options, engine=engine), machine, model, alone, several_turns)
-        if on_gpu
-        else _sizes_on_cpu(c, options, engine, machine, model)
-    )
+    if on_gpu:
+        sizes = _sizes_on_gpu(c, replace(options, engine=engine), machine, model, alone, several_turns)
+    else:
+        sizes = _sizes_on_cpu(c, options, engine, machine, model)
     if sizes.engine:
         spec, engine = section_of(spec) | sizes.engine, replace(engine, **sizes.engine)
-    c = c.model_copy(update=sizes.values | {"engine": spec})
-    options = replace(options, engine=engine)
+    c, options = c.model_copy(update=sizes.values | {"engine": spec}), replace(options, engine=engine)
+    engine = engine_for_run(c, options, alone=alone)
+    require_adapters(c, options, engine, model.adapter if model.resume else None)
     if not alone:
         require_sync(c, options, machine.device.type)
-    return Resolved(
-        config=c,
-        options=options,
+    return Resolved.of(
+        c,
+        options,
         model=model,
-        engine=engine_for_run(c, options, alone=alone),
+        engine=engine,
         device=machine.device,
-        rollouts=rollout_options(c, greedy_baseline=options.methods["advantage"][0].greedy_baseline),
-        learning=learner_context(c, options),
-        loss=loss_config(c, options),
-        steps=step_options(c, options),
         why=why | sizes.why,
         warnings=_slow_settings(c, machine, preferred, why_preferred),
         budgets=sizes.budgets,

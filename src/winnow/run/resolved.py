@@ -198,6 +198,19 @@ class Resolved:
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Memory by GPU; empty on a CPU."""
 
+    @classmethod
+    def of(cls, c: RunConfig, options: Options, **decided: Any) -> Resolved:
+        """Return a run with what each part is built from, which follows from the configuration and its methods."""
+        return cls(
+            config=c,
+            options=options,
+            rollouts=rollout_options(c, greedy_baseline=options.methods["advantage"][0].greedy_baseline),
+            learning=learner_context(c, options),
+            loss=loss_config(c, options),
+            steps=step_options(c, options),
+            **decided,
+        )
+
     @property
     def behind(self) -> int:
         """Steps that the weights of an in-process sampler are older than the learner's; 0: it has the newest.
