@@ -189,7 +189,7 @@ class LoopInTrl:
             with suppress(OSError):
                 self._resumed_from.touch()  # the newest again, see `marks`
         offsets, turns = (state or {}).get("offsets"), self._task.max_turns
-        self._records = Records(self.run_dir, c, offsets, max_turns=turns, tokenizer=self._trainer._tokenizer)
+        self._records = Records(self.run_dir, as_saved(c), offsets, max_turns=turns, tokenizer=self._trainer._tokenizer)
         if self._changed:
             self._warn(self._changed)
         no_fault = frozenset() if "max_failed_share" in c.model_fields_set else frozenset({NO_REWARD})

@@ -256,7 +256,7 @@ class Curriculum:
         mark = None if saved is None else saved.model_dump(mode="json")["ledger"]
         ledger = open_account(self.run_dir, self.config, self._methods, mark, step)
         offsets = None if saved is None else saved.offsets
-        self._records = Records(self.run_dir, self.config, offsets, tokenizer=self._tokenizer)
+        self._records = Records(self.run_dir, as_saved(self.config), offsets, tokenizer=self._tokenizer)
         self._failures = FailureWatch(ledger.failures())
         if saved is not None:
             self._restore(saved)

@@ -79,7 +79,8 @@ class Session:
         self._code = code_of(c, [*parts.rewarder.specs, parts.task, *self._callbacks])
         known = state["code"] if state else fingerprints_of(self.run_dir, "code")
         self._changes = changes(known, self._code, state["loop"]["step"] if state else 0, strict=c.resume == "strict")
-        write_json(self.run_dir / CONFIG, as_saved(c), private=True)
+        self._settings = settings = as_saved(c)
+        write_json(self.run_dir / CONFIG, settings, private=True)
         write_json(self.run_dir / CHARTS, method_charts(parts.resolved.options), private=True)
         parts.resolved.say(self._console)
         if (example := prompt_example(parts.task, parts.tokenizer)) is not None:  # for the page
@@ -90,8 +91,8 @@ class Session:
             self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
             self._open_ledger(state)
             offsets, step = (state["offsets"], state["loop"]["step"]) if state else (None, None)
-            turns = parts.task.max_turns
-            self._records = Records(self.run_dir, c, offsets, step=step, max_turns=turns, tokenizer=parts.tokenizer)
+            turns, tokenizer = parts.task.max_turns, parts.tokenizer
+            self._records = Records(self.run_dir, settings, offsets, step=step, max_turns=turns, tokenizer=tokenizer)
             stack.callback(self._records.close)
             rewarder = parts.rewarder
             first, opening = first_figures(self.run_dir / METRICS), example.opening if example else ""
@@ -155,15 +156,14 @@ class Session:
         self._book_probes()
 
     def _loop(self) -> Loop:
-        c, m, parts = self.config, self.parts.methods, self.parts
+        c, m, parts, r = self.config, self.parts.methods, self.parts, self.parts.resolved
         reuse = None
         if c.reuse is not None:
             ratios = partial(log_ratios, learner=parts.learner)
             reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, m.judge, ratios, parts.sampler.run)
-        asynchronous, lands = parts.resolved.options.asynchronous, parts.resolved.options.continuous
+        asynchronous, lands = r.options.asynchronous, r.options.continuous
         prompts = prompts_of(parts.task)
         collector = build_collector(c, m, parts.sampler, self.ledger, prompts, asynchronous=asynchronous, reuse=reuse)
-        r = parts.resolved
         step = OptimizerStep(parts.learner, m.advantage, r.loss, m.step_scale, r.steps, parts.teacher)
         hooks = Hooks(
             begin=lambda step: self._notify("on_step_begin"),
@@ -176,7 +176,7 @@ class Session:
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
             warn=self._warn,
         )
-        return Loop(collector, parts.sampler, parts.learner, step, hooks, parts.resolved.options.overlap)
+        return Loop(collector, parts.sampler, parts.learner, step, hooks, r.options.overlap)
 
     def _start_sampler(self) -> None:
         """Publish the first weights and rules. Samplers with their own engines are compared with the learner here."""
@@ -385,7 +385,7 @@ class Session:
             return
         state = {
             "loop": self.loop.state_dict(),
-            "config": as_saved(self.config),
+            "config": self._settings,
             "fingerprints": self.parts.fingerprints,
             "offsets": self._records.offsets(),
             "seconds_total": self._clock.total(),
