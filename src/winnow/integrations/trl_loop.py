@@ -165,7 +165,7 @@ class LoopInTrl:
         """Digests of the user's code when training began."""
         t = self._trainer
         given = [*t.reward_funcs, t.rollout_func, self._task, *(t.tools or ()), t.environment_factories]
-        return code_of(self.config, [*given, *t.callback_handler.callbacks])
+        return code_of([*self.config.model_dump().values(), *given, *t.callback_handler.callbacks])
 
     def load_state_dict(self, path: Path) -> None:
         """Raises RunDirectoryError for one of other data or methods, CheckpointError for what is no checkpoint."""

@@ -68,7 +68,7 @@ class Curriculum:
             self._methods = build_methods(c, Options.from_config(c), task.train, success_of(c))
         except ConfigError as error:
             raise ConfigError(f"{KWARGS}: {error}") from None
-        self._code = code_of(c, code)
+        self._code = code_of([*c.model_dump().values(), *code])
         self.step = 0
         """Steps completed, which is also the policy version."""
         self._totals = TokenTotals(num_computed_tokens=None)

@@ -76,7 +76,7 @@ class Session:
         c, parts, saved = self.config, self.parts, self._resume_from
         self._state = state = checkpoint.load_run_state(saved) if saved else None
         parts.require_same(state["fingerprints"] if state else fingerprints_of(self.run_dir))
-        self._code = code_of(c, [*parts.rewarder.specs, parts.task, *self._callbacks])
+        self._code = code_of([*c.model_dump().values(), *parts.rewarder.specs, parts.task, *self._callbacks])
         known = state["code"] if state else fingerprints_of(self.run_dir, "code")
         self._changes = changes(known, self._code, state["loop"]["step"] if state else 0, strict=c.resume == "strict")
         self._settings = settings = as_saved(c)
