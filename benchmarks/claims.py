@@ -47,7 +47,7 @@ def load(name: str) -> Family:
 def make_start(start: Start, family: Family, seed: int, work: Path) -> None:
     """Make a model and evaluate it as finished runs are."""
     from winnow.config import load_config
-    from winnow.run.inputs import build_demonstrator
+    from winnow.run.inputs import build_task
     from winnow.run.standalone import evaluate_model
     from winnow.study.warm_start import WarmStartConfig, warm_start
 
@@ -55,7 +55,7 @@ def make_start(start: Start, family: Family, seed: int, work: Path) -> None:
     recipe = load_config(ROOT / "recipes" / f"{start.recipe}.yaml", [f"model={path}", f"seed={seed}", "gates=[]"])
     if not (path / "config.json").exists():
         settings = {"seed": seed, "threads": 1} | dict(start.settings)
-        warm_start(build_demonstrator(recipe.env), path, config=WarmStartConfig(**settings))
+        warm_start(build_task(recipe.env), path, config=WarmStartConfig(**settings))
     deployed = evaluate_model(str(path), recipe.model_dump() | dict(family.final))
     write_json(path / "claim.json", {"arm": "warm start", "seed": seed, "deployed": deployed})
 

@@ -46,15 +46,13 @@ def train(directory: Path, *changes: str) -> Path:
 
 def make_model(name: str, max_steps: int, **options: Any) -> Path:
     from winnow.config import load_config
-    from winnow.run.inputs import build_demonstrator
+    from winnow.run.inputs import build_task
     from winnow.study.warm_start import WarmStartConfig, warm_start
 
     path = WORK / name
     if not (path / "config.json").exists():
         recipe = load_config(ROOT / "recipes" / "countdown-dapo.yaml", [*TASK, f"model={path}"])
-        warm_start(
-            build_demonstrator(recipe.env), path, config=WarmStartConfig(max_steps=max_steps, threads=1, **options)
-        )
+        warm_start(build_task(recipe.env), path, config=WarmStartConfig(max_steps=max_steps, threads=1, **options))
     return path
 
 

@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> None:
             local.CacheRows = rows_class  # type: ignore[misc]
             beginnings.SAVED_TOKENS = least
             c = load_config(options.config, [f"model={options.model}", "gates=[]", *options.overrides, *more])
-            policy, roll_out, _ = stack.enter_context(opened(c, task))
+            policy, roll_out, *_ = stack.enter_context(opened(c, task, task.train))
             sides[name] = side_of(roll_out, task.train, base.num_generations, taken)
         in_update = updates(build_learner(policy, resolve_here(base)))
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*sides, "update")}

@@ -32,7 +32,6 @@ def lower_bound(rates: Sequence[float]) -> float:
 def evaluations(spec: Spec, models: Sequence[str]) -> list[dict[str, float | None]]:
     """Return pass@1, its lower bound, and pass@8 of each model."""
     from winnow.rollout.evaluate import count_correct, evaluate
-    from winnow.run.build_methods import build_success
     from winnow.run.inputs import build_task
     from winnow.run.standalone import opened
 
@@ -41,8 +40,7 @@ def evaluations(spec: Spec, models: Sequence[str]) -> list[dict[str, float | Non
     prompts = task.test[: c.eval_prompts]
     found = []
     for model in models:
-        with opened(c.model_copy(update={"model": model}), task) as (_, roll_out, rewarder):
-            success = build_success(c, task, rewarder.aliases, c.reward_weights)
+        with opened(c.model_copy(update={"model": model}), task, prompts) as (_, roll_out, _, success):
             evaluation = evaluate(roll_out, prompts, n=c.eval_generations, success=success, greedy=False)
         counts = [count_correct(group, success) for group in evaluation.groups]
         low = lower_bound([right / n for n, right in counts if n])

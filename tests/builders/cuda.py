@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from winnow.config import validate
 from winnow.config.options import LoraConfig
+from winnow.learner.adapters import adapted
 from winnow.learner.fsdp.sharded import ShardedLearner
 from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
@@ -20,7 +20,6 @@ from winnow.learner.rows import Pool, Row
 from winnow.methods.correct import CORRECTIONS
 from winnow.methods.loss import LossConfig
 from winnow.methods.policy_loss import POLICY_LOSSES, Clip, Plain
-from winnow.run.build import with_lora
 from winnow.types import Rollout
 
 from ..unit.engine_models import word_tokenizer
@@ -119,8 +118,7 @@ def learner_of(
         model = model.bfloat16().float()
     kept = frozen_copy(model) if reference else None
     if lora is not None:
-        c = validate({"model": "m", "env": "countdown", "lora": lora.model_dump()})
-        model = with_lora(model, c, None, None, word_tokenizer(VOCAB)).model
+        model = adapted(model, lora, None, None, word_tokenizer(VOCAB), keep_reference=False).model
     if half_base:
         halve_frozen(model)
     return LocalLearner(model, TokenDistribution(vocab, **(drawn or {})), LearnerOptions(**options), kept)

@@ -139,7 +139,7 @@ def test_what_else_a_run_may_ask_for(options: dict[str, Any], config: dict[str, 
 @pytest.mark.slow
 def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("textworld")
-    from winnow.run.inputs import build_demonstrator
+    from winnow.run.inputs import build_task
     from winnow.study.warm_start import WarmStartConfig, warm_start
 
     env: dict[str, Any] = {
@@ -151,7 +151,7 @@ def test_games_of_many_turns(config: dict[str, Any], tmp_path: Path) -> None:
     options = WarmStartConfig(
         max_steps=20, batch_size=8, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2
     )
-    warm_start(build_demonstrator(env), tmp_path / "model", config=options)
+    warm_start(build_task(env), tmp_path / "model", config=options)
     run = Path(config["output_dir"])
     own = {"model": str(tmp_path / "model"), "env": env, "eval_steps": None, "max_steps": 4}
     del config["reward_funcs"]

@@ -232,11 +232,11 @@ def test_agents_tools_and_environments(tmp_path: Path, sources: Path, tiny_confi
     tools = with_tools(chat, [unrelated.look])
     rooms = with_tools(chat, environment_factory=lambda: unrelated.Room())
     for task in (agents, tools, rooms):
-        assert files <= set(code_of(c, [task]))
+        assert files <= set(code_of([*c.model_dump().values(), task]))
     named = validate(
         tiny_config | {"env": {"name": "agent", "path": "x", "agent": f"{sources / 'unrelated.py'}:solve"}}
     )
-    assert set(code_of(named, [])) == files
+    assert set(code_of(named.model_dump().values())) == files
 
 
 SCRIPT = """
@@ -281,14 +281,11 @@ def test_functions_of_a_script_count_by_themselves(tiny_config: dict[str, Any], 
 
 def test_functions_of_a_notebook() -> None:
     """Their source is not on disk; without any source their byte code counts."""
-    from winnow.config import validate
-
-    c = validate({"model": "m", "env": "countdown"})
 
     def code(text: str) -> dict[str, str]:
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(compile(text, "<cell>", "exec"), names)
-        return code_of(c, [names["f"]])
+        return code_of([names["f"]])
 
     first = code("def g(x): return x in {'a', 'b', 'c'}\ndef f(completions): return [g(c) for c in completions]")
     same = code(

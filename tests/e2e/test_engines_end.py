@@ -100,7 +100,6 @@ def test_inside_trl_only_the_embedded_engine_copies_a_model_with_adapters(
 ) -> None:
     """vLLM reads the files of the model that they are on."""
     given: list[Any] = []
-    monkeypatch.setattr(trl_engine, "build_engine", lambda options, c, reference, tokenizer: given.append(reference))
     monkeypatch.setattr(trl_engine, "RolloutRunner", lambda *parts: None)
     monkeypatch.setattr(trl_engine, "rollout_options", lambda c: None)
     monkeypatch.setattr(TrlModel, "merged", lambda self: "a copy")
@@ -108,7 +107,8 @@ def test_inside_trl_only_the_embedded_engine_copies_a_model_with_adapters(
     trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model))
     made = EngineInTrl.__new__(EngineInTrl)
     config = validate({"model": "m", "env": "countdown", "engine": engine})
-    vars(made).update(model=TrlModel(trainer), _config=config, _options=None, _device=torch.device("cpu"))
+    options = SimpleNamespace(build=lambda reference, tokenizer: given.append(reference))
+    vars(made).update(model=TrlModel(trainer), _config=config, _options=options, _device=torch.device("cpu"))
     vars(made).update(_tokenizer=None, _task=None)
     made._open([])
     assert (given[0].loaded, given[0].source) == (("a copy", "") if copied else (None, "models/base"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from winnow import ConfigError, RunConfig, Trainer
-from winnow.config import as_saved
+from winnow.config.paths import as_saved
 from winnow.record.records import RunDirectoryError
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.run.checkpoint import CheckpointError

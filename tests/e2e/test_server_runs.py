@@ -87,14 +87,14 @@ def test_losses_corrections_and_sizes(config: dict[str, Any], methods: dict[str,
 def test_gates_after_environment_steps(config: dict[str, Any], tmp_path: Path) -> None:
     """In games of many turns: what a cut group still sampled is cancelled on the server, and booked."""
     pytest.importorskip("textworld")
-    from winnow.run.inputs import build_demonstrator
+    from winnow.run.inputs import build_task
     from winnow.study.warm_start import WarmStartConfig, warm_start
 
     options: dict[str, Any] = {"nb_rooms": 2, "nb_objects": 2, "quest_length": 1}
     env: dict[str, Any] = {"name": "textworld", "challenge": "custom", "options": options, "max_turns": 3}
     env |= {"train_size": 8, "demo_size": 4, "test_size": 4, "style": "words"}
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}
-    warm_start(build_demonstrator(env), tmp_path / "model", config=WarmStartConfig(max_steps=20, batch_size=8, **sizes))
+    warm_start(build_task(env), tmp_path / "model", config=WarmStartConfig(max_steps=20, batch_size=8, **sizes))
     server = StandIn(tmp_path / "model")
     own = {"model": str(tmp_path / "model"), "env": env, "eval_steps": None, "max_skipped_steps": 10}
     own |= {"max_prompt_length": 160, "max_completion_length": 200, "sync": {"name": "server", "url": server.url}}

@@ -13,6 +13,7 @@ import torch.utils.tensorboard
 from tests.parity import parity_reward
 from winnow import ConfigError, Trainer
 from winnow.config import validate
+from winnow.config.paths import as_saved
 from winnow.record import trackers
 from winnow.record.trackers import TRACKERS, Trackers, check_trackers
 
@@ -127,9 +128,9 @@ def test_a_tracker_that_fails_does_not_end_the_run(
 
 def test_a_tracker_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://")
-    config = validate({"model": "m", "env": "countdown", "report_to": ["mlflow"]})
+    settings = as_saved(validate({"model": "m", "env": "countdown", "report_to": ["mlflow"]}))
     with pytest.raises(ConfigError, match="report_to: mlflow could not be opened: "):
-        Trackers(tmp_path, config, None)
+        Trackers(tmp_path, settings, None)
 
 
 def test_a_missing_tracker_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

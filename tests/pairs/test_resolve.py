@@ -112,7 +112,7 @@ def test_resolve_touches_nothing_and_repeats_itself() -> None:
         kept = resolve(r.config, r.options, there, initial, resumed=True, alone=alone)
         assert kept.config == r.config, "a resume decides nothing anew"
         devices.add((machine.device.type, r.config.dtype))
-    expected = ("device: the", "sync: ", "rollout_batch: has no effect with sync: ")
+    expected = ("device: the", "sync: ", "rollout_batch: has no effect with sync: ", "reuse: ", "lora: merge: ")
     assert all(error.startswith(expected) for error in refused), refused
     assert len(refused) < CONFIGURATIONS / 2
     assert {("cpu", "bfloat16"), ("cpu", "float32"), ("cuda", "bfloat16"), ("cuda", "float32")} <= devices

@@ -20,6 +20,7 @@ from winnow.config.options import name_of
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.loading import build_meta_model
 from winnow.learner import batch
+from winnow.learner.adapters import adapted
 from winnow.learner.local import recompute
 from winnow.learner.local.eval_mode import halve_frozen
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
@@ -28,7 +29,6 @@ from winnow.methods.loss import LossConfig
 from winnow.run import budget as budget_module
 from winnow.run import resolved as resolved_module
 from winnow.run.budget import GIB, Gpus, Shapes, host_budget
-from winnow.run.build import with_lora
 from winnow.run.plan import plan_for
 
 from ..builders.budgets import RECIPES, UPDATES, VOCAB, config, qwen3, rows_of, shell, total
@@ -53,7 +53,7 @@ def test_an_update_holds_what_is_predicted(
     with PretendCuda() as gpu:
         policy = model().to("cuda")
         if c.lora is not None:
-            policy = with_lora(policy, c, None, None, word_tokenizer(VOCAB)).model
+            policy = adapted(policy, c.lora, None, None, word_tokenizer(VOCAB), keep_reference=False).model
         options = LearnerOptions(
             tokens_per_microbatch=tokens,
             compute_dtype=getattr(torch, c.dtype),
@@ -104,7 +104,7 @@ def test_a_publish_under_lora_holds_what_is_predicted(dtype: str) -> None:
     with PretendCuda() as gpu:
         base = qwen3(num_hidden_layers=12).bfloat16().float().to("cuda")
         engine = LocalEngine(base, word_tokenizer(VOCAB), slots=4, max_length=128, dtype=dtype, device="cuda")
-        policy = with_lora(base, c, None, None, word_tokenizer(VOCAB)).model
+        policy = adapted(base, c.lora, None, None, word_tokenizer(VOCAB), keep_reference=False).model
         if dtype == "bfloat16":
             halve_frozen(policy)
         options = LearnerOptions(compute_dtype=getattr(torch, dtype))

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch.nn.attention import flex_attention as flex
 
-from winnow.config import validate
+from winnow.learner.adapters import adapted
 from winnow.learner.base import Policy
 from winnow.learner.batch import PassLimits, collate
 from winnow.learner.context import LearnerContext
@@ -26,7 +26,6 @@ from winnow.learner.local.logprob import TokenDistribution, token_logp
 from winnow.learner.local.reference import frozen_copy
 from winnow.methods.loss import LossConfig
 from winnow.run.budget import Shapes
-from winnow.run.build import with_lora
 
 from ..builders.cuda import LORA, VOCAB, qwen3, rows_of
 from .engine_models import word_tokenizer
@@ -108,8 +107,7 @@ def learner_of(*, lora: bool = False, reference: bool = False, **options: Any) -
     kept = frozen_copy(model) if reference else None
     if lora:
         torch.manual_seed(1)
-        c = validate({"model": "m", "env": "countdown", "lora": LORA.model_dump()})
-        model = with_lora(model, c, None, None, word_tokenizer(VOCAB)).model.double()
+        model = adapted(model, LORA, None, None, word_tokenizer(VOCAB), keep_reference=False).model.double()
     return LocalLearner(model, TokenDistribution(VOCAB, temperature=0.7), LearnerOptions(**options), kept)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,6 +154,34 @@ def test_a_variant_is_taken_by_name_and_overrides_win_over_it(tmp_path: Path) ->
 def test_an_override_into_a_default_section_keeps_the_default_method(tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", "model: m\nenv: countdown\n")
     assert load_config(path, ["engine.slots=8"]).engine == {"name": "auto", "slots": 8}
+
+
+@pytest.mark.parametrize(
+    ("given", "override", "found"),
+    [
+        ({"success": None}, "success.at_least=0.5", {"success": {"at_least": 0.5}}),
+        ({"success": 0.5}, "success.function=env", {"success": {"at_least": 0.5, "function": "env"}}),
+        ({"success": "format"}, "success.at_least=0.5", {"success": {"function": "format", "at_least": 0.5}}),
+        ({"lora": None}, "lora.r=8", {"lora": {"r": 8}}),
+        ({"teacher": None}, "teacher.prompt=x", {"teacher": {"prompt": "x"}}),
+        ({"teacher": "a/model"}, "teacher.weight=0.5", {"teacher": {"model": "a/model", "weight": 0.5}}),
+        ({}, "save_dtype.*=bfloat16", {"save_dtype": {"*": "bfloat16"}}),
+        ({}, "filter.atol=1", {"filter": {"name": "keep_all", "atol": 1}}),
+        ({"env": "countdown"}, "env.x.filter.y=1", {"env": {"name": "countdown", "x": {"filter": {"y": 1}}}}),
+        ({"env": {"agent": "a.py:f"}}, "env.agent.k=2", {"env": {"agent": {"name": "a.py:f", "k": 2}}}),
+    ],
+)
+def test_an_override_reaches_into_what_is_written_short_or_left_out(
+    given: dict[str, Any], override: str, found: dict[str, Any]
+) -> None:
+    assert read_settings(None, [override], given) == found
+
+
+@pytest.mark.parametrize("override", ["model.x=1", "save_dtype.*=bfloat16", "gates.x=1"])
+def test_a_value_that_is_no_name_is_no_section(override: str) -> None:
+    given = {"model": "a/model", "save_dtype": "float32", "gates": ["random"]}
+    with pytest.raises(ConfigError, match="is not a section"):
+        read_settings(None, [override], given)
 
 
 def test_the_order_of_overrides_of_a_section_and_its_keys_does_not_matter() -> None:

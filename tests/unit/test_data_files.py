@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from winnow import ConfigError, Trainer
-from winnow.base.files import absolute_paths, missing_paths
-from winnow.config import METHODS
+from winnow.config.paths import absolute_paths, missing_paths
 from winnow.config.settings_yaml import read_yaml
 from winnow.env import row_files
 from winnow.env.dataset import DatasetConfig
@@ -120,8 +119,8 @@ def test_globs_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values = {"env": {"name": "dataset", "path": ["shards/*.jsonl", "none/*.jsonl", "made:gsm-1"]}}
     wanted = [str(tmp_path / "shards" / "*.jsonl"), "none/*.jsonl", "made:gsm-1"]
-    assert absolute_paths(values, METHODS)["env"]["path"] == wanted
-    assert absolute_paths(values, METHODS, resumed=True) == values
+    assert absolute_paths(values)["env"]["path"] == wanted
+    assert absolute_paths(values, resumed=True) == values
 
 
 def test_missing_paths(tmp_path):
@@ -134,7 +133,7 @@ def test_missing_paths(tmp_path):
         "selector": {"name": f"{gone}.py:Own"},
         "output_dir": gone,
     }
-    assert missing_paths(values, METHODS) == {"reward_funcs": f"{gone}.py", "env": gone, "selector": f"{gone}.py"}
+    assert missing_paths(values) == {"reward_funcs": f"{gone}.py", "env": gone, "selector": f"{gone}.py"}
 
 
 def test_a_run_that_has_moved(tmp_path, tiny_model, monkeypatch):

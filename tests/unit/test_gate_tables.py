@@ -13,6 +13,7 @@ from pyarrow import parquet
 
 from winnow.base.errors import ConfigError
 from winnow.config import validate
+from winnow.config.paths import as_saved
 from winnow.env.row_files import DataError
 from winnow.methods.gate.signals import table_rows
 from winnow.record.records import Records
@@ -173,5 +174,6 @@ def test_a_group_weighs_the_inverse_of_its_chance() -> None:
 def test_only_a_run_that_knows_what_is_missing_writes_the_table(
     tmp_path: Path, options: dict[str, Any], written: bool
 ) -> None:
-    Records(tmp_path, validate({"model": "m", "env": "countdown", **options}), max_turns=9).close()
+    settings = as_saved(validate({"model": "m", "env": "countdown", **options}))
+    Records(tmp_path, settings, max_turns=9).close()
     assert (tmp_path / "gate.jsonl").exists() == written

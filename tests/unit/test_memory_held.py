@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from winnow.config.options import name_of
 from winnow.engine import LocalEngine, Request, SamplingParams
 from winnow.engine.loading import load_tokenizer, load_whole
 from winnow.engine.local.hf import HFBackend
+from winnow.learner.adapters import adapted
 from winnow.learner.local import learner as learner_module
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
@@ -29,7 +31,7 @@ from winnow.learner.local.reference import frozen_copy
 from winnow.methods.loss import LossConfig
 from winnow.run import budget as budget_module
 from winnow.run.budget import GIB, Shapes, host_budget
-from winnow.run.build import build_learner, build_policy, with_lora
+from winnow.run.build import build_learner, build_policy
 from winnow.run.inputs import build_task
 from winnow.run.standalone import model_config, opened
 
@@ -77,7 +79,11 @@ def test_an_evaluation_keeps_no_model_next_to_its_engine(name: str, tiny_model: 
     model.save_pretrained(tmp_path)
     sizes = {"max_prompt_length": 16, "max_completion_length": 8, "eval_prompts": 2, "eval_generations": 1}
     values = {"env": {"name": "countdown", "train_size": 24, "test_size": 8}, "device": "cuda"} | sizes
-    with PretendCuda() as gpu, model_config(str(tmp_path), values) as (c, *_), opened(c, build_task(c.env)) as parts:
+    with ExitStack() as stack:
+        gpu = stack.enter_context(PretendCuda())
+        c, *_ = stack.enter_context(model_config(str(tmp_path), values))
+        task = build_task(c.env)
+        parts = stack.enter_context(opened(c, task, task.test))
         gc.collect()
         weights = budget(c, Shapes.from_model(model, c.lora), GIB, learner=False).phases()["publish"]["engine weights"]
         assert 0.5 * weights < gpu.bytes < 1.2 * weights
@@ -141,7 +147,7 @@ def test_a_checkpoint_holds_a_file_at_a_time_on_the_host(
         predicted = host_budget(c, Shapes.from_model(model, c.lora), None, behind=0)
         reference = frozen_copy(model) if c.keeps_reference else None
         if c.lora is not None:
-            model = with_lora(model, c, None, None, word_tokenizer(VOCAB)).model
+            model = adapted(model, c.lora, None, None, word_tokenizer(VOCAB), keep_reference=False).model
         learner = LocalLearner(model, TokenDistribution(VOCAB), LearnerOptions(), reference)
         learner.accumulate(rows_of(256), LossConfig(), 0)
         learner.apply(1e-3)

@@ -20,8 +20,8 @@ from winnow.methods.loss import LossConfig, kl_loss
 from winnow.methods.policy_loss import POLICY_LOSSES, Clip, PolicyLoss, Sampled
 from winnow.methods.policy_loss.base import rollout_log_ratio
 from winnow.run.build import build_rewarder
-from winnow.run.build_methods import build_loss, build_methods, build_success
-from winnow.run.resolved import Options
+from winnow.run.build_methods import build_methods, build_success
+from winnow.run.resolved import Options, loss_config
 from winnow.tasks.countdown import CountdownConfig
 
 B, T = 6, 9
@@ -102,7 +102,7 @@ def test_value_and_gradient_are_those_of_trl(ours: dict[str, Any], loss_type: st
 
 def built(spec: Any, **changes: Any) -> LossConfig:
     c: RunConfig = validate({"model": "m", "env": "countdown", "policy_loss": spec} | changes)
-    return build_loss(c, Options.from_config(c))
+    return loss_config(c, Options.from_config(c))
 
 
 @pytest.mark.parametrize("kind", ["binary_tv", "binary_kl"])
@@ -199,7 +199,6 @@ def test_what_has_no_effect_or_is_wrong_is_refused(changes: dict[str, Any], said
 def all_built(settings: dict[str, Any]) -> None:
     c = validate(settings)
     options = Options.from_config(c)
-    build_loss(c, options)
     build_methods(c, options, [], lambda rollout: False)  # type: ignore[arg-type]
 
 

@@ -17,8 +17,7 @@ from winnow.learner.step import OptimizerStep
 from winnow.methods.advantage.grpo import Grpo
 from winnow.methods.correct import NoScale
 from winnow.methods.loss import LossConfig
-from winnow.run.build_methods import step_options
-from winnow.run.resolved import Options
+from winnow.run.resolved import Options, step_options
 
 from ..builders.groups import make_group
 from .learner_models import VOCABULARY, llama, random_rows

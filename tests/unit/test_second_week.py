@@ -15,6 +15,7 @@ import pytest
 from winnow import Trainer
 from winnow.cli.console import settings
 from winnow.config import validate
+from winnow.config.paths import absolute_paths
 from winnow.env.presets import PRESETS
 from winnow.env.rewards.math import gold_answer
 from winnow.env.rewards.pooled import completion_text
@@ -162,15 +163,12 @@ def test_a_run_that_a_callback_ended_is_not_damaged(tiny_config: dict[str, Any])
 
 
 def test_files_of_agents_and_teachers_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from winnow.base.files import absolute_paths
-    from winnow.config import METHODS
-
     (tmp_path / "mine.py").write_text("")
     (tmp_path / "teacher").mkdir()
     monkeypatch.chdir(tmp_path)
     values = {"env": {"name": "agent", "agent": "mine.py:solve"}, "teacher": {"model": "teacher"}}
-    found = absolute_paths(values, METHODS)
+    found = absolute_paths(values)
     assert found["env"]["agent"] == f"{tmp_path}/mine.py:solve"
     assert found["teacher"]["model"] == f"{tmp_path}/teacher"
     of_server = {"teacher": {"model": "teacher", "url": "http://127.0.0.1:1"}}
-    assert absolute_paths(of_server, METHODS)["teacher"]["model"] == "teacher"
+    assert absolute_paths(of_server)["teacher"]["model"] == "teacher"

@@ -19,8 +19,8 @@ from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.size.sequential import Sequential, SequentialSize
 from winnow.rollout.in_flight import zero_unrewarded_truncated
-from winnow.run.build_methods import build_collector, step_options
-from winnow.run.resolved import Options
+from winnow.run.build_methods import build_collector
+from winnow.run.resolved import Options, step_options
 from winnow.types import Group, GroupKind, Job, Prompt, Visit
 
 from .. import parity
@@ -229,6 +229,7 @@ def test_what_cannot_be_is_refused(tiny_config: dict[str, Any]) -> None:
         ),
         ({"gates": [{"name": "random", "k": 1}]}, "group_size: gates compare the siblings of a group"),
         ({"advantage": "remax", "filter": "keep_all"}, "group_size: advantage: remax needs a greedy rollout a group"),
+        ({"advantage": {"name": "remax"}, "filter": "keep_all"}, "group_size: advantage: remax needs a greedy rollout"),
     ):
         with pytest.raises(ConfigError, match=message):
             Trainer(config=given | change)

@@ -25,7 +25,6 @@ from winnow.learner.fsdp.shards import load_shards, save_shards
 from winnow.methods.loss import LossConfig
 from winnow.run.build import build_policy
 from winnow.run.resolve import resolve_here
-from winnow.run.resolved import learner_context
 
 from .learner_models import llama, random_rows
 
@@ -191,7 +190,7 @@ def test_a_rank_that_reads_trains_as_one_process(name: str, tiny_config: dict[st
     for given in (c, c.model_copy(update={"learner": "local"})):
         torch.manual_seed(0)
         r = resolve_here(given)
-        policy, context = build_policy(r, with_engine=False)[0], learner_context(r.config, r.options)
+        policy, context = build_policy(r, with_engine=False)[0], r.learning
         if given is c:
             rank = Rank(0, 1, 1, "", False, {})
             rank.build(policy, context, None)

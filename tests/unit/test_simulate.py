@@ -215,8 +215,9 @@ def test_epochs_are_as_many_steps_as_in_training(profile: Path) -> None:
 def test_what_it_cannot_simulate_is_refused(profile: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gates: they decide by tokens"):
         simulate(config(gates=["arrol"]), profile)
-    with pytest.raises(ConfigError, match="advantage: remax needs a greedy rollout"):
-        simulate(config(advantage="remax"), profile)
+    for remax in ("remax", {"name": "remax"}):
+        with pytest.raises(ConfigError, match="advantage: remax needs a greedy rollout"):
+            simulate(config(advantage=remax), profile)
     refreshed = {"name": "pass_rate", "profile": str(profile), "refresh_steps": 5}
     with pytest.raises(ConfigError, match="selector: it asks for new pass rates"):
         simulate(config(selector=refreshed), profile)

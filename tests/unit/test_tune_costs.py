@@ -139,6 +139,14 @@ def test_an_update_alongside_generation_hides_the_shorter_of_the_two(machine: Ma
         predict(config(**stale, **continuous), prompts, replace(machine, device="cuda"))
 
 
+def test_what_a_run_refuses_is_not_predicted(machine: Machine) -> None:
+    reused = {"reuse": {"updates": 2, "max_age": 2}, "correction": "truncate", "filter": "keep_all"}
+    with pytest.raises(ConfigError, match="reuse: has no effect with prompts_per_step: 1"):
+        predict(config(**reused | {"prompts_per_step": 1}), build_task(ENV).train, machine)
+    with pytest.raises(ConfigError, match="reuse: max_age: 2 must be above max_lag: 2"):
+        predict(config(**reused | {"max_lag": 2}), build_task(ENV).train, machine)
+
+
 def test_gates_are_refused(machine: Machine) -> None:
     with pytest.raises(ConfigError, match="gates: they decide by tokens"):
         predict(config(gates=[{"name": "random", "k": 2}]), build_task(ENV).train, machine)

@@ -87,9 +87,9 @@ def run_config(path: Path, overrides: Sequence[str] | None) -> RunConfig:
     from ..config import load_config
 
     config = load_config(path, overrides or ())
-    from ..methods.tables import TABLES, options_of, task_options  # half a second
+    from ..methods.tables import options_of, task_options  # half a second
 
-    options_of(config, TABLES)
+    options_of(config)
     task_options(config.env)
     return config
 

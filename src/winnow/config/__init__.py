@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..base.errors import ConfigError
-from ..base.files import below_home, not_json, out_of_home
+from ..base.files import not_json
 from .errors import explain, suggestion, translated
 from .options import (
     SECTION_KEYS,
@@ -49,7 +50,7 @@ RewardNames = Annotated[list[str], BeforeValidator(in_a_list, json_schema_input_
 
 
 COLDEST = 1e-4
-"""Lowest temperature: engines refuse lower ones, which can only mean greedy sampling."""
+"""Lowest temperature: lower ones may overflow float32 logits, and can only mean greedy sampling."""
 
 
 def _greedy_or_warm(temperature: float) -> float:
@@ -69,16 +70,6 @@ REFERENCE = (
     *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
 )
 """Keys for which a run keeps its initial model."""
-
-
-def resume_rule(given: Any) -> Any:
-    """Refuse what others call `resume`: whether to go on with a run."""
-    if given not in ("warn", "strict"):
-        raise ValueError(
-            f"{given!r} is not warn or strict, which say what a resume does when your code has changed; a run goes on "
-            "with `winnow resume RUN`"
-        )
-    return given
 
 
 class RunConfig(BaseModel):
@@ -197,7 +188,7 @@ class RunConfig(BaseModel):
     # checkpoints, logs, hub and trackers
     save_steps: int = Field(50, ge=1)
     save_total_limit: int | None = Field(2, ge=1)
-    resume: Annotated[Literal["warn", "strict"], BeforeValidator(resume_rule)] = "warn"
+    resume: Literal["warn", "strict"] = "warn"
     save_dtype: Literal["auto"] | SaveDtype | dict[str, SaveDtype] = "auto"
     log_completions: int = Field(8, ge=0)
     push_to_hub: bool = False
@@ -251,6 +242,10 @@ class RunConfig(BaseModel):
                 return f"{name}: {value}"
         return ""
 
+    def same_keys(self, cls: type) -> dict[str, Any]:
+        """Return the values of a dataclass's fields that are keys of the configuration."""
+        return {f.name: getattr(self, f.name) for f in fields(cls) if f.name in type(self).model_fields}
+
     def _refuse(self, names: Sequence[str], why: str) -> None:
         """Raise ValueError if one of these keys was changed, for it has no effect."""
         changed = self.changed(names)
@@ -267,6 +262,11 @@ class RunConfig(BaseModel):
     def keeps_reference(self) -> bool:
         """Return whether the initial model is kept next to the policy."""
         return self.beta > 0 or self.reference_kl_steps is not None
+
+    @property
+    def adapters_alone(self) -> LoraConfig | None:
+        """The adapters, if they are published alone; None: whole weights are."""
+        return None if self.lora is None or self.lora.merge else self.lora
 
     def _check_kl(self) -> None:
         if self.beta > 0:
@@ -334,15 +334,6 @@ def validate(values: Mapping[str, Any], where: str = "config") -> RunConfig:
     return config
 
 
-def as_saved(config: RunConfig) -> dict[str, Any]:
-    """Return JSON values for a run's files and trackers, without home directories; `from_saved` undoes it."""
-    return below_home(config.model_dump(mode="json"), METHODS)
-
-
-def from_saved(values: Mapping[str, Any]) -> dict[str, Any]:
-    return out_of_home(values, METHODS)
-
-
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load a YAML file with `key=value` overrides. Raises ConfigError naming file, and line or key."""
     return validate(read_settings(path, overrides), str(path))
@@ -373,6 +364,10 @@ def read_settings(
     return values
 
 
+SHORT_FORMS = {"teacher": teacher_section, "success": success_section}
+"""Sections that a single value may stand for, and what makes it a section."""
+
+
 def apply_override(values: dict[str, Any], override: str) -> None:
     """Set one `key=value`; `filter.atol=1e-6` turns `filter: zero_variance` into a section first."""
     key, separator, text = override.partition("=")
@@ -384,13 +379,19 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         problem = getattr(error, "problem", None) or error
         raise ConfigError(f"override '{override}': the value is not valid YAML: {problem}") from None
     *parents, last = key.split(".")
-    for parent in parents:
-        field = RunConfig.model_fields.get(parent)
-        default = field.default if field is not None and isinstance(field.default, str) else {}
-        section = values.setdefault(parent, default)
-        if isinstance(section, str):
-            section = values[parent] = {"name": section}
+    for depth, parent in enumerate(parents):
+        section, top = values.get(parent), depth == 0
+        if section is None and top and parent in METHODS:
+            default = RunConfig.model_fields[parent].default
+            section = default if isinstance(default, str) else None
+        if top and parent in SHORT_FORMS:
+            section = SHORT_FORMS[parent](section)
+        elif isinstance(section, str) and (parent in METHODS or not top):
+            section = {"name": section}
+        if section is None:
+            section = {}
         if not isinstance(section, dict):
             raise ConfigError(f"override '{override}': '{parent}' is not a section")
+        values[parent] = section
         values = section
     values[last] = value

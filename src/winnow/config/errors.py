@@ -165,6 +165,8 @@ def answer_to(key: str, value: Any) -> str | None:
     """Return the advice for a value known from another trainer, or None."""
     if key in ("save_steps", "eval_steps") and isinstance(value, float) and 0 < value < 1:
         return _SHARE
+    if key == "resume":
+        return "warn and strict say what a resume does when your code has changed; to go on, use `winnow resume RUN`"
     return _ANSWERS.get((key, value)) if isinstance(value, str | int | None) else None
 
 

@@ -14,9 +14,7 @@ import numpy as np
 
 from ..base.seconds import Seconds
 from ..base.weights import Weights
-
-LOWEST_TEMPERATURE = 1e-4
-"""Lower temperatures may overflow float32 logits, and can only mean greedy sampling."""
+from ..config import COLDEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +79,9 @@ def check_request(request: Request, vocab_size: int, max_length: int | None) -> 
     if wrong is not None or len(request.draft) > params.max_tokens:
         what = f"token {wrong}" if wrong is not None else f"{len(request.draft)} tokens"
         raise ValueError(f"{who}: the draft has {what}, outside the vocabulary of {vocab_size} or over max_tokens")
-    if params.temperature != 0 and not LOWEST_TEMPERATURE <= params.temperature < math.inf:
+    if params.temperature != 0 and not COLDEST <= params.temperature < math.inf:
         raise ValueError(
-            f"{who}: temperature must be 0 (greedy) or a number from {LOWEST_TEMPERATURE} on, not {params.temperature}"
+            f"{who}: temperature must be 0 (greedy) or a number from {COLDEST} on, not {params.temperature}"
         )
     if not 0 < params.top_p <= 1:
         raise ValueError(f"{who}: top_p must be in (0, 1], not {params.top_p}")

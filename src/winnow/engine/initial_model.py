@@ -110,10 +110,13 @@ class InitialModel:
             return base, self.adapter
         return merged(base, self.adapter), None
 
-    def reference(self, device: str, base: Any) -> ModelReference:
-        """Return what an engine serves, and on which device; without a directory of these weights, `base` alone."""
+    def reference(self, device: str, base: Any, adapters: LoraConfig | None) -> ModelReference:
+        """Return what an engine serves, and on which device; without a directory of these weights, `base` alone.
+
+        `adapters`: those that are published alone; None: whole weights are.
+        """
         plain = self.model is None and self.adapter is None
-        return ModelReference(located(self.source) if plain else "", resolve_device(device), base)
+        return ModelReference(located(self.source) if plain else "", resolve_device(device), base, adapters)
 
 
 def completed_lora(lora: LoraConfig, adapter: Adapter) -> LoraConfig:

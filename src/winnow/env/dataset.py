@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..base.dotted import nearest
-from ..base.files import on_texts, tilde
+from ..config.paths import on_texts, tilde
 from ..types import Message, Prompt
 from .base import OneTurn, RewardFn
 from .chat import is_begun

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..base.files import private_directory, write_json
-from ..config import METHODS, RunConfig, as_saved
+from ..config import METHODS, RunConfig
+from ..config.paths import as_saved
 from ..record.ledger import Ledger
 from ..record.records import CHARTS, CONFIG, LEDGER, RunDirectoryError
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
@@ -25,7 +26,7 @@ def open_account(run_dir: Path, c: RunConfig, methods: Methods, mark: Mapping[st
     """
     private_directory(run_dir)
     write_json(run_dir / CONFIG, as_saved(c), private=True)
-    write_json(run_dir / CHARTS, method_charts(c, methods.options), private=True)
+    write_json(run_dir / CHARTS, method_charts(methods.options), private=True)
     ledger = Ledger.open(run_dir / LEDGER)
     ledger.judge = methods.judge
     if mark is not None:

@@ -91,7 +91,7 @@ def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool, own_a
     options = Options.from_config(c)
     m = build_methods(c, options, task.train, build_success(c, task, names, trainer.args.reward_weights))
     marks = {name: _mark(function) for name, function in zip(names, trainer.reward_funcs, strict=True)}
-    require_whole_groups(c, m, marks)
+    require_whole_groups(m, marks)
     for reason in (*_reasons(trainer, c, options, m, by_engine), *_of_own_advantages(trainer, c, m, own_advantages)):
         raise ConfigError(reason)
     return m

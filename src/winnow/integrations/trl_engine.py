@@ -32,7 +32,6 @@ from ..learner.rows import Row
 from ..methods.gate import NamedRule
 from ..rollout.evaluate import run_jobs
 from ..rollout.runner import RolloutRunner
-from ..run.build import build_engine
 from ..run.preflight import longest_prompt
 from ..run.resolve import engine_for_run
 from ..run.resolved import Options, rollout_options
@@ -166,9 +165,9 @@ class EngineInTrl:
         c, model = self._config, self.model.model
         source = "" if name_of(c.engine) == "local" else str(getattr(model.config, "name_or_path", "") or "")
         reference = ModelReference(source, self._device, None if source else self.model.merged())
-        self._engine = build_engine(self._options, c, reference, self._tokenizer)
+        self._engine = engine = cast(Engine, self._options.build(reference, self._tokenizer))
         self._runner = RolloutRunner(
-            self._engine, self._task, self._tokenizer, cast(Rewarder, _ScoredByTrl()), rollout_options(c), rules
+            engine, self._task, self._tokenizer, cast(Rewarder, _ScoredByTrl()), rollout_options(c), rules
         )
 
     def publish(self, rules: Sequence[NamedRule], version: int) -> None:

@@ -18,15 +18,17 @@ from ..base.errors import ConfigError
 from ..base.seconds import now
 from ..base.state import at
 from ..collect import Batch, Collector, LoopState
-from ..config import RunConfig, as_saved
+from ..config import RunConfig
+from ..config.paths import as_saved
 from ..env.base import Task
 from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of
 from ..record.records import Records, RunDirectoryError, read_metrics
 from ..record.stop_conditions import Limits
 from ..record.user_code import changes, code_of
-from ..run.build_methods import build_collector, step_options
+from ..run.build_methods import build_collector
 from ..run.checkpoint import load_state_in_trl, refuse_used_directory, understood
+from ..run.resolved import step_options
 from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
 from .hosted import keep_from_uploads, open_account, require_ledger, require_unchanged
@@ -163,7 +165,7 @@ class LoopInTrl:
         """Digests of the user's code when training began."""
         t = self._trainer
         given = [*t.reward_funcs, t.rollout_func, self._task, *(t.tools or ()), t.environment_factories]
-        return code_of(self.config, [*given, *t.callback_handler.callbacks])
+        return code_of([*self.config.model_dump().values(), *given, *t.callback_handler.callbacks])
 
     def load_state_dict(self, path: Path) -> None:
         """Raises RunDirectoryError for one of other data or methods, CheckpointError for what is no checkpoint."""
@@ -187,7 +189,7 @@ class LoopInTrl:
             with suppress(OSError):
                 self._resumed_from.touch()  # the newest again, see `marks`
         offsets, turns = (state or {}).get("offsets"), self._task.max_turns
-        self._records = Records(self.run_dir, c, offsets, max_turns=turns, tokenizer=self._trainer._tokenizer)
+        self._records = Records(self.run_dir, as_saved(c), offsets, max_turns=turns, tokenizer=self._trainer._tokenizer)
         if self._changed:
             self._warn(self._changed)
         no_fault = frozenset() if "max_failed_share" in c.model_fields_set else frozenset({NO_REWARD})

@@ -20,7 +20,8 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..base.seconds import RunClock, now
 from ..base.state import Count, at
-from ..config import RunConfig, as_saved
+from ..config import RunConfig
+from ..config.paths import as_saved
 from ..env.prompting import decode
 from ..methods.gate.audit import load_with_audit, state_with_audit
 from ..record.failures import FailureWatch
@@ -67,7 +68,7 @@ class Curriculum:
             self._methods = build_methods(c, Options.from_config(c), task.train, success_of(c))
         except ConfigError as error:
             raise ConfigError(f"{KWARGS}: {error}") from None
-        self._code = code_of(c, code)
+        self._code = code_of([*c.model_dump().values(), *code])
         self.step = 0
         """Steps completed, which is also the policy version."""
         self._totals = TokenTotals(num_computed_tokens=None)
@@ -255,7 +256,7 @@ class Curriculum:
         mark = None if saved is None else saved.model_dump(mode="json")["ledger"]
         ledger = open_account(self.run_dir, self.config, self._methods, mark, step)
         offsets = None if saved is None else saved.offsets
-        self._records = Records(self.run_dir, self.config, offsets, tokenizer=self._tokenizer)
+        self._records = Records(self.run_dir, as_saved(self.config), offsets, tokenizer=self._tokenizer)
         self._failures = FailureWatch(ledger.failures())
         if saved is not None:
             self._restore(saved)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -15,15 +14,16 @@ from ..base.weights import is_finite, weights_digest
 from ..config.options import LoraConfig
 from ..engine.loading import peft_config
 from ..engine.lora import Adapter, with_adapter
+from .base import Policy
 from .local.reference import frozen_copy
 
 ADAPTERS = "adapter_model.safetensors"
 
 
 def adapted(
-    base: Any, lora: LoraConfig, adapter: Adapter | None, saved: Path | None, *, keep_reference: bool
-) -> tuple[Any, torch.nn.Module | None, str]:
-    """Return `base` with a fresh adapter or with `adapter`, which is trained further; its reference; the base's digest.
+    base: Any, lora: LoraConfig, adapter: Adapter | None, saved: Path | None, tokenizer: Any, *, keep_reference: bool
+) -> Policy:
+    """Return the policy over `base` with a fresh adapter or with `adapter`, which is trained further.
 
     `saved`: directory of trained adapter weights; settings come from `lora` and `adapter`. A fresh adapter's reference
     is the model without it (None); that of `adapter` is a frozen copy of both, if it is to be kept. Raises ConfigError
@@ -44,7 +44,7 @@ def adapted(
     _require_adaptable(base, model, lora, tied)
     if saved is not None:
         _load(model, saved / ADAPTERS)
-    return model, reference, origin
+    return Policy(model, tokenizer, reference, origin)
 
 
 def _require_adaptable(base: Any, model: Any, lora: LoraConfig, tied: Any) -> None:

@@ -23,10 +23,11 @@ from ..engine.loading import CPU, load_causal_lm, load_tokenizer, require_finite
 from ..env.base import Task, has_no_environment
 from ..env.prompting import encode_prompt
 from ..types import Group, Prompt
-from .base import Learner
+from .base import Learner, Policy
+from .context import LearnerContext
 from .local.eval_mode import halve_frozen
 from .local.logprob import TokenDistribution
-from .local.scorer import LearnerOptions, Scorer
+from .local.scorer import Scorer
 from .rows import Row
 from .teacher_server import TeacherServer
 
@@ -88,20 +89,13 @@ class Teacher:
 
 
 def build_teacher(
-    c: TeacherConfig,
-    learner: Learner,
-    tokenizer: Any,
-    task: Task,
-    *,
-    temperature: float,
-    longest: int,
-    options: LearnerOptions,
+    c: TeacherConfig, learner: Learner, policy: Policy, task: Task, context: LearnerContext, longest: int
 ) -> Teacher:
     """Build the teacher of a run. Raises ConfigError when it cannot teach this policy.
 
-    `longest`: most tokens of a rollout with its prompt. `options`: the learner's.
+    `context`: what the learner was built from. `longest`: most tokens of a rollout with its prompt.
     """
-    teacher = _teacher(c, learner, tokenizer, task, temperature, options)
+    teacher = _teacher(c, learner, policy, task, context)
     longest = min(longest, learner.sizes.max_length or longest)
     if teacher.n_positions is not None and teacher.n_positions < longest:
         raise ConfigError(
@@ -111,9 +105,8 @@ def build_teacher(
     return teacher
 
 
-def _teacher(
-    c: TeacherConfig, learner: Learner, tokenizer: Any, task: Task, temperature: float, options: LearnerOptions
-) -> Teacher:
+def _teacher(c: TeacherConfig, learner: Learner, policy: Policy, task: Task, context: LearnerContext) -> Teacher:
+    tokenizer, options = policy.tokenizer, context.options_for(policy)
     hint = None if c.prompt is None else _hint(c.prompt, tokenizer, task)
     if c.url is not None:
         server = TeacherServer.connect(c.url, c.model, c.timeout_s)
@@ -130,7 +123,7 @@ def _teacher(
     model.requires_grad_(False)
     if learner.device.type == "cuda" and options.compute_dtype == torch.bfloat16:
         halve_frozen(model)
-    scorer = Scorer(model.to(learner.device), TokenDistribution(n_tokens, temperature), options)
+    scorer = Scorer(model.to(learner.device), TokenDistribution(n_tokens, context.sampling.temperature), options)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return Teacher(scorer.logp, positions, hint, digest)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..base.state import Stateful
 from ..config import RunConfig
-from ..config.options import name_of
 from ..types import Prompt
 
 
@@ -25,6 +24,8 @@ class RunFacts:
     prompts: Sequence[Prompt]
     options: Mapping[str, Sequence[Any]]
     """Config key -> options of the methods named under it."""
+    names: Mapping[str, Sequence[str]]
+    """Config key -> names of those methods, as written."""
     filters: Sequence[Any]
     """The `Filter` of each entry of `filter`: its options need not be one."""
     group_relative: bool
@@ -41,10 +42,9 @@ class RunFacts:
         for key, methods in {**self.options, "filter": self.filters}.items():
             for place, each in enumerate(methods):
                 if getattr(each, "wants_signal", False) and not self.group_relative:
-                    name = _name(self.config, key, place)
                     yield (
-                        f"{key}: {name} skips groups with equal rewards, but advantage: "
-                        f"{name_of(self.config.advantage)} can learn from them; choose another {key}, or an advantage "
+                        f"{key}: {self.names[key][place]} skips groups with equal rewards, but advantage: "
+                        f"{self.names['advantage'][0]} can learn from them; choose another {key}, or an advantage "
                         "relative to the group"
                     )
         for key, options in self.options.items():
@@ -52,11 +52,6 @@ class RunFacts:
                 if problems := getattr(each, "problems", None):
                     for problem in problems(self):
                         yield f"{key}: {problem}"
-
-
-def _name(c: RunConfig, key: str, place: int) -> str:
-    spec = getattr(c, key)
-    return name_of(spec[place] if isinstance(spec, list) else spec)
 
 
 def refuse_unused(options: Any, names: Sequence[str], why: str) -> None:

@@ -31,14 +31,15 @@ TABLES: dict[str, Mapping[str, type]] = {
 """Config field -> its table."""
 
 
-def options_of(c: RunConfig, tables: Mapping[str, Mapping[str, type]]) -> dict[str, list[Any]]:
+def specs_of(c: RunConfig) -> dict[str, list[MethodSpec]]:
+    """Return the methods that the configuration names in these tables, by key, as written."""
+    given = {key: getattr(c, key) for key in TABLES}
+    return {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+
+
+def options_of(c: RunConfig) -> dict[str, list[Any]]:
     """Return the options of every method that the configuration names in these tables, by key. Raises ConfigError."""
-    options = {}
-    for key, table in tables.items():
-        value = getattr(c, key)
-        specs = value if isinstance(value, list) else [value]
-        options[key] = [method(table, spec, key) for spec in specs]
-    return options
+    return {key: [method(TABLES[key], spec, key) for spec in specs] for key, specs in specs_of(c).items()}
 
 
 def task_options(spec: MethodSpec) -> Any:

@@ -15,7 +15,7 @@ from typing import IO, Any
 from ..base.errors import ExpectedError
 from ..base.files import bytes_of, from_json, private_file
 from ..base.sanitize import redact
-from ..config import RunConfig, from_saved
+from ..config.paths import from_saved
 from ..methods.gate.signals import table_rows
 from ..methods.group_kind import GroupJudge
 from ..types import Group
@@ -103,13 +103,14 @@ def lock(run_dir: Path) -> IO[str]:
 class Records:
     """Appends to the run's files. On a resume, lines beyond the checkpoint's offsets are removed first.
 
-    `offsets`, `step`: those of the checkpoint to resume from. `tokenizer`: for the tokens of samples.
+    `settings`: the configuration as it is saved. `offsets`, `step`: those of the checkpoint to resume from.
+    `tokenizer`: for the tokens of samples.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        config: RunConfig,
+        settings: Mapping[str, Any],
         offsets: Mapping[str, int] | None = None,
         *,
         step: int | None = None,
@@ -118,8 +119,9 @@ class Records:
     ) -> None:
         self.run_dir = run_dir
         every = -(-(max_turns - 1) // GATE_STEPS)
-        self._gate_steps = range(every, max_turns, every) if every and (config.audit or not config.gates) else ()
-        self.config = config
+        unbiased = settings["audit"] or not settings["gates"]
+        self._gate_steps = range(every, max_turns, every) if every and unbiased else ()
+        self._settings = settings
         self.failed = True
         """Whether the run is closed by an error, as trackers report; the session sets it."""
         self._tokenizer = tokenizer
@@ -134,7 +136,7 @@ class Records:
                     )
                 file.truncate(wanted)
                 self._files[name] = file
-            self._trackers = Trackers(run_dir, config, step)  # last, since nothing here would close them
+            self._trackers = Trackers(run_dir, settings, step)  # last, since nothing here would close them
             stack.pop_all()
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
@@ -160,7 +162,7 @@ class Records:
 
     def samples(self, step: int, groups: Sequence[Group], split: str) -> None:
         """Append a few groups to samples.jsonl: the first sibling, readable."""
-        shown = groups[: self.config.log_completions]
+        shown = groups[: self._settings["log_completions"]]
         self._append(SAMPLES, (sample(step, group, split, self._tokenizer) for group in shown))
 
     def signals(self, groups: Sequence[Group], judge: GroupJudge) -> None:
@@ -170,7 +172,7 @@ class Records:
             whole = [g for g in whole if len({r.survival_p for r in g.siblings}) == 1]
             rows = (row for group in whole for row in table_rows(group, self._gate_steps, judge))
             # Without gates only a group size sets chances, and the groups that it stops are among the rows.
-            self._append(GATE, rows if self.config.gates else (row | {"weight": 1.0} for row in rows))
+            self._append(GATE, rows if self._settings["gates"] else (row | {"weight": 1.0} for row in rows))
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         file = self._files[name]

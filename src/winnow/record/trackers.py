@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Protocol
 from ..base.errors import ConfigError
 from ..base.files import write_json
 from ..base.machine import install
-from ..config import RunConfig, as_saved
+
+Settings = Mapping[str, Any]
 
 PROJECT = "winnow"
 TRACKER_IDS = "trackers.json"
@@ -35,11 +36,11 @@ class Tracker(Protocol):
 class TensorBoard:
     """Event files in the run's folder `tensorboard`; a resume hides later steps than its checkpoint."""
 
-    def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
+    def __init__(self, run_dir: Path, settings: Settings, step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=0 if step is None else step + 1)
-        self._writer.add_text("config", f"```json\n{json.dumps(as_saved(config), indent=1)}\n```", step or 0)
+        self._writer.add_text("config", f"```json\n{json.dumps(settings, indent=1)}\n```", step or 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -60,7 +61,7 @@ class Wandb:
     _opened: ClassVar[set[str]] = set()
     """Ids of runs that trainers of this process have open: they are not the user's."""
 
-    def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
+    def __init__(self, run_dir: Path, settings: Settings, step: int | None) -> None:
         wandb, kept = import_module("wandb"), _kept(run_dir)
         self._defined: set[str] = set()
         self._own = wandb.run is None or wandb.run.id in self._opened
@@ -68,8 +69,8 @@ class Wandb:
             self._run = wandb.init(
                 entity=kept.get("wandb_entity"),
                 project=kept.get("wandb_project") or os.environ.get("WANDB_PROJECT", PROJECT),
-                name=config.run_name or run_dir.name,
-                config=as_saved(config),
+                name=settings["run_name"] or run_dir.name,
+                config=dict(settings),
                 dir=str(run_dir),
                 id=kept.get("wandb"),
                 resume="allow" if "wandb" in kept else None,
@@ -78,7 +79,7 @@ class Wandb:
             self._opened.add(self._run.id)
         else:
             self._run = wandb.run
-            self._run.config.update(_missing(as_saved(config), self._run.config))
+            self._run.config.update(_missing(settings, self._run.config))
         self._run.define_metric(STEP)
         _keep(run_dir, wandb=self._run.id, wandb_project=self._run.project, wandb_entity=self._run.entity)
 
@@ -100,9 +101,9 @@ class Trackio:
     _opened: ClassVar[list[Any]] = []
     """Runs that trainers of this process opened: they are not the user's."""
 
-    def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
+    def __init__(self, run_dir: Path, settings: Settings, step: int | None) -> None:
         trackio, kept = import_module("trackio"), _kept(run_dir)
-        self._current, settings = trackio.context_vars.current_run, as_saved(config)
+        self._current = trackio.context_vars.current_run
         self._run = self._current.get()
         over = self._run is None or self._run._stop_flag.is_set()
         self._own = over or any(self._run is run for run in self._opened)
@@ -110,8 +111,8 @@ class Trackio:
             self._current.set(None)  # `init` finishes the current run, which another trainer has open
             name, project = kept.get("trackio"), kept.get("trackio_project", PROJECT)
             resume = "allow" if name else "never"
-            name = name or config.run_name or run_dir.name
-            self._run = trackio.init(project=project, name=name, config=settings, resume=resume, embed=False)
+            name = name or settings["run_name"] or run_dir.name
+            self._run = trackio.init(project=project, name=name, config=dict(settings), resume=resume, embed=False)
             self._opened.append(self._run)
         elif missing := _missing(settings, self._run.config):
             self._wait_for_rows()  # of rows that are sent together, the first one's configuration is kept
@@ -139,7 +140,7 @@ class Trackio:
 class MLflow:
     """MLflow: the active run, else one in experiment `winnow` or MLFLOW_EXPERIMENT_NAME, at MLFLOW_TRACKING_URI."""
 
-    def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
+    def __init__(self, run_dir: Path, settings: Settings, step: int | None) -> None:
         self._mlflow = import_module("mlflow")
         self._client = self._mlflow.MlflowClient()
         active, kept = self._mlflow.active_run(), _kept(run_dir).get("mlflow")
@@ -153,9 +154,9 @@ class MLflow:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
             found = self._client.get_experiment_by_name(name)
             experiment = found.experiment_id if found else self._client.create_experiment(name)
-            self._id = self._client.create_run(experiment, run_name=config.run_name or run_dir.name).info.run_id
+            self._id = self._client.create_run(experiment, run_name=settings["run_name"] or run_dir.name).info.run_id
         _keep(run_dir, mlflow=self._id)
-        for key, value in _missing(as_saved(config), self._client.get_run(self._id).data.params).items():
+        for key, value in _missing(settings, self._client.get_run(self._id).data.params).items():
             self._client.log_param(self._id, key, str(value)[:500])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -171,7 +172,7 @@ class MLflow:
             self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-TRACKERS: dict[str, Callable[[Path, RunConfig, int | None], Tracker]] = {
+TRACKERS: dict[str, Callable[[Path, Settings, int | None], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "trackio": Trackio,
@@ -189,14 +190,14 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """All trackers of a run. One that cannot be opened is a ConfigError; one that fails later only warns.
 
-    `step`: that of the checkpoint to resume from; None for a new run.
+    `settings`: the configuration as it is saved. `step`: that of the checkpoint to resume from; None for a new run.
     """
 
-    def __init__(self, run_dir: Path, config: RunConfig, step: int | None) -> None:
+    def __init__(self, run_dir: Path, settings: Settings, step: int | None) -> None:
         self._open: dict[str, Tracker] = {}
-        for name in config.report_to:
+        for name in settings["report_to"]:
             try:
-                self._open[name] = TRACKERS[name](run_dir, config, step)
+                self._open[name] = TRACKERS[name](run_dir, settings, step)
             except Exception as error:
                 self.close(failed=True)
                 said = str(error).strip().partition("\n")[0] or type(error).__name__

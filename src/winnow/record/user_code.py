@@ -23,7 +23,6 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.files import digest, sha256
-from ..config import RunConfig
 
 _INSTALLED = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], str(Path(__file__).parent.parent))
 _NOT_OWN = tuple(os.path.join(os.path.realpath(path), "") for path in _INSTALLED)
@@ -31,15 +30,15 @@ MAX_PARTS = 128
 """Largest number of parts of an object or container that are looked at: a longer one holds data."""
 
 
-def code_of(config: RunConfig, objects: Iterable[Any]) -> dict[str, str]:
+def code_of(values: Iterable[Any]) -> dict[str, str]:
     """Return a digest of each piece of the user's code: by file, relative to where it is imported from, or by name.
 
-    `objects`: what was given as objects or names. The names in the configuration count, too.
+    `values`: those of the configuration, and what was given as objects or names.
     """
     PathFinder.invalidate_caches()
     code = _Code()
     seen: dict[int, Any] = {}  # kept, so that none of them is replaced by another at its address
-    left = [*config.model_dump().values(), *objects]
+    left = list(values)
     while left:
         value = left.pop()
         if id(value) not in seen:

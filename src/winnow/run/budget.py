@@ -367,7 +367,7 @@ def host_budget(c: RunConfig, shapes: Shapes, engine: Any, *, behind: int) -> Ph
     written = max(min(FILE_BYTES, whole), 4 * shapes.vocabulary) if alone else 0
     saved = 2 if shapes.in_bfloat16 and c.save_dtype != "float32" else 4
     asleep = {}
-    if isinstance(engine, VllmOptions) and engine.sleep and c.lora is not None and not c.lora.merge:
+    if isinstance(engine, VllmOptions) and engine.sleep and c.adapters_alone is not None:
         asleep = {"update": {"weights of a sleeping vLLM, pinned": weight_bytes(engine, shapes) * shapes.parameters}}
     return asleep | {
         "start": {"weights": whole} | ({"reference": whole} if c.keeps_reference and alone else {}),

@@ -11,12 +11,10 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..base.weights import weights_digest
 from ..config import RunConfig
-from ..config.options import name_of
 from ..engine.base import Engine, close_engine
 from ..engine.facts import end_where_rollouts_do
 from ..engine.initial_model import require_embeddings
-from ..engine.loading import CPU, ModelReference, load_tokenizer, load_whole, require_finite
-from ..engine.lora import TRAINED, Adapter
+from ..engine.loading import CPU, load_tokenizer, load_whole, require_finite
 from ..engine.pretrained import located
 from ..engine.skeleton import as_zeros, in_files, unloaded
 from ..engine.template import with_template
@@ -27,11 +25,9 @@ from ..env.rewards.workers import RewardWorkers
 from ..learner import Learner, Policy
 from ..learner.adapters import adapted
 from ..learner.agreement import Agreement
-from ..learner.fsdp.learner import FsdpLearner
 from ..learner.local.reference import frozen_copy
 from ..learner.teacher import Teacher, build_teacher
 from ..methods.gate.audit import rules_of
-from ..record.records import CONFIG
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.runner import RolloutRunner
 from ..sampler import Sampler, SamplerContext
@@ -44,11 +40,10 @@ from .preflight import (
     check_prompts,
     check_rewards,
     require_places,
-    require_reuse,
     require_whole_groups,
     warn_of_sizes,
 )
-from .resolved import Resolved, learner_context, rollout_options
+from .resolved import Resolved
 
 
 @dataclass
@@ -116,11 +111,6 @@ class Parts:
         self.probed += [rollout for group in groups for rollout in group.rollouts]
         return groups
 
-    def require_shared(self) -> None:
-        """Raise ConfigError unless ranks on other machines see the run's directory, which has to exist."""
-        if isinstance(self.learner, FsdpLearner):
-            self.learner.require_shared(self.run_dir / CONFIG)
-
     def save(self, directory: Path) -> None:
         """Write what a resume needs."""
         for part in (self.learner, self.sampler, self.methods):
@@ -140,35 +130,28 @@ class Parts:
         close_engine(self.engine)
 
 
-def build(
-    r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | None, *, resumed: bool, entry: str
-) -> Parts:
-    """Build and check every part of a run, with weights from `checkpoint` if given. Raises ConfigError.
-
-    `entry`: the module that serves a sampler in another process.
-    """
+def build(r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | None, *, resumed: bool) -> Parts:
+    """Build and check every part of a run, with weights from `checkpoint` if given. Raises ConfigError."""
     c, own_engines, run_dir = r.config, r.options.own_engines, Path(r.config.output_dir).absolute()
     r.set_threads()
     require_places(r)
     with ExitStack() as built:  # closed if a later part fails
-        rewarder = build_rewarder(c, task, inputs.reward_list, scores=not own_engines)
+        rewarder = build_rewarder(c, task, inputs.reward_funcs, scores=not own_engines)
         built.callback(rewarder.close)
         m = _checked_methods(r, task, rewarder, resumed)  # before weights are loaded, which may take minutes
         policy, engine = build_policy(r, inputs.processing_class, checkpoint, with_engine=not own_engines)
         built.callback(close_engine, engine)
-        check_prompts(c, task, policy.tokenizer, engine)
+        check_prompts(r.rollouts["train"], task, policy.tokenizer, engine)
         learner = build_learner(policy, r)
         built.callback(learner.close)
-        greedy = m.advantage.greedy_baseline
         runner = None
         if engine is not None:
-            by_purpose = rollout_options(c, greedy_baseline=greedy)
-            runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, by_purpose, rules_of(m.gates, m.audits))
+            runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, r.rollouts, rules_of(m.gates, m.audits))
         gpu = (learner.device.index or 0) if learner.device.type == "cuda" else None
         context = SamplerContext(
             task=task,
             tokenizer=policy.tokenizer,
-            greedy_baseline=greedy,
+            greedy_baseline=m.advantage.greedy_baseline,
             behind=r.behind,
             runner=runner,
             seed=c.seed,
@@ -180,12 +163,13 @@ def build(
             cores=r.options.cores,
             model_bytes=4 * learner.sizes.total,
             gpu=gpu,
-            entry=entry,
+            entry="winnow.run.serve",
         )
         sampler = r.options.sync.build(context)
         built.callback(sampler.close)
         parts = Parts(r, run_dir, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)
-        parts.teacher = _teacher_of(r, learner, policy, task)
+        if c.teacher is not None:
+            parts.teacher = build_teacher(c.teacher, learner, policy, task, r.learning, c.longest)
         if engine is not None:
             engine.load_weights(learner.weights(), 0)
             parts.compare()
@@ -201,21 +185,10 @@ def _checked_methods(r: Resolved, task: Task, rewarder: Rewarder, resumed: bool)
     if not resumed:
         warn_of_profile(c, task, rewarder, success)
     m = build_methods(c, r.options, task.train, success)
-    require_whole_groups(c, m, rewarder.comparing)
+    require_whole_groups(m, rewarder.comparing)
     if not resumed:
         warn_of_sizes(c, task)
-        require_reuse(c, r.options.sync, bool(m.rollout_batch.carry))
     return m
-
-
-def _teacher_of(r: Resolved, learner: Learner, policy: Policy, task: Task) -> Teacher | None:
-    c = r.config
-    if c.teacher is None:
-        return None
-    options = learner_context(c, r.options).options_for(policy)
-    return build_teacher(
-        c.teacher, learner, policy.tokenizer, task, temperature=c.temperature, longest=c.longest, options=options
-    )
 
 
 def require_held_out(task: Task) -> None:
@@ -243,16 +216,13 @@ def build_rewarder(
 def build_learner(policy: Policy, r: Resolved) -> Learner:
     """Build the learner. Raises ConfigError when the policy cannot be trained as configured."""
     try:
-        learner: Learner = r.options.learner.build(policy, learner_context(r.config, r.options))
+        learner: Learner = r.options.learner.build(policy, r.learning)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return learner
 
 
 # ---------------------------------------------------------------- policy and engine
-
-PLAINLY = frozenset({"r", "lora_alpha", "lora_dropout", "target_modules"})
-"""Adapter settings that an engine applies by itself."""
 
 
 def build_policy(
@@ -268,7 +238,6 @@ def build_policy(
         raise ConfigError("processing_class: missing; give the tokenizer of the model object")
     tokenizer = with_template(tokenizer or load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
     saved = checkpoint / "model" if checkpoint else None
-    check_adapters(r)
     read = _read_by_ranks(r, saved, tokenizer) if r.options.learns_elsewhere else None
     if read is not None and not with_engine:
         return read, None
@@ -276,11 +245,11 @@ def build_policy(
     require_finite(base, str(saved or c.model))
     require_embeddings(base, tokenizer, start.source, start.adapter)
     end_where_rollouts_do(base, tokenizer)
-    engine = build_engine(r.engine, c, start.reference(c.device, base), tokenizer) if with_engine else None
+    engine = r.engine.build(start.reference(c.device, base, c.adapters_alone), tokenizer) if with_engine else None
     if read is not None:
         return read, engine
     if c.lora is not None:
-        return with_lora(base, c, adapter, saved, tokenizer), engine
+        return adapted(base, c.lora, adapter, saved, tokenizer, keep_reference=c.keeps_reference), engine
     if not c.keeps_reference:
         return Policy(base, tokenizer, None), engine
     reference = frozen_copy(base if saved is None else start.load()[0])
@@ -312,42 +281,5 @@ def _read_by_ranks(r: Resolved, saved: Path | None, tokenizer: Any) -> Policy | 
     if c.lora is None:
         return replace(policy, reference_files=first.absolute(), origin=digest)
     with as_zeros(model):
-        trained = with_lora(model, c, None, saved, tokenizer).model
+        trained = adapted(model, c.lora, None, saved, tokenizer, keep_reference=c.keeps_reference).model
     return replace(policy, model=trained, origin=digest)
-
-
-def with_lora(base: Any, c: RunConfig, adapter: Adapter | None, saved: Path | None, tokenizer: Any) -> Policy:
-    """Return the policy over `base` with its adapter, as `adapted` gives it."""
-    assert c.lora is not None
-    model, reference, origin = adapted(base, c.lora, adapter, saved, keep_reference=c.keeps_reference)
-    return Policy(model, tokenizer, reference, origin)
-
-
-def build_engine(engine: Any, c: RunConfig, model: ModelReference, tokenizer: Any) -> Engine:
-    """Build an engine from its options for a run. Raises ConfigError if it cannot run the model or adapters."""
-    adapters = c.lora if c.lora is not None and not c.lora.merge else None
-    built: Engine = engine.build(replace(model, adapters=adapters), tokenizer)
-    return built
-
-
-# ---------------------------------------------------------------- adapters
-
-
-def check_adapters(r: Resolved) -> None:
-    """Raise ConfigError when adapters are published alone to an engine that cannot apply them."""
-    c, adapter = r.config, r.model.adapter if r.model.resume else None
-    if c.lora is None or c.lora.merge:
-        return
-    if "adapters" not in getattr(r.engine, "provides", ()):
-        taker, other = f"engine: {name_of(c.engine)}", ", or engine: vllm"
-        if r.options.engine_of(0) is not None:
-            taker, other = f"sync: {name_of(c.sync)}", ""
-        raise ConfigError(
-            f"lora: merge: false publishes adapters alone, and {taker} takes whole weights; set lora.merge: true{other}"
-        )
-    special = sorted(key for key in TRAINED - PLAINLY if adapter is not None and adapter.settings.get(key))
-    if special:
-        raise ConfigError(
-            f"lora: merge: false publishes adapters alone, and this one has {special[0]} (adapter_config.json), which "
-            "the engine would not apply; set lora.merge: true"
-        )

@@ -6,30 +6,27 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.files import from_json
 from ..collect import Collector
-from ..config import CLIPPING, RunConfig
+from ..config import RunConfig
 from ..config.errors import suggestion
-from ..config.options import MethodSpec, name_of, section_of
+from ..config.options import section_of
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
-from ..learner.step import StepOptions
-from ..methods.advantage import Advantage, InUpdate
+from ..methods.advantage import Advantage
 from ..methods.base import Chart, RunFacts
-from ..methods.correct import OverBatch, StepScale
+from ..methods.correct import StepScale
 from ..methods.filter import AllOf, Filter
 from ..methods.gate import Gate, GateContext, NamedRule, RuleError, check_rule
 from ..methods.gate.audit import Audits, SkipAudit, StopAudit
 from ..methods.group_kind import GroupJudge
-from ..methods.loss import LossConfig
-from ..methods.policy_loss import Clip
 from ..methods.select import StreamSelector
-from ..methods.size import GroupSize, RolloutBatch
+from ..methods.size import GroupSize
 from ..methods.success import PUNISHMENT, Success, default_success
 from ..record.account import Account
 from ..record.stop_conditions import Limits
@@ -40,6 +37,7 @@ from ..sampler.codec import Prompts
 from ..sampler.drafts import Drafts
 from ..sampler.scheduling import AsyncPace, SyncPace
 from ..types import Prompt, Purpose
+from .conflicts import require_loss
 from .resolved import Options, sampling_params
 
 
@@ -47,14 +45,12 @@ from .resolved import Options, sampling_params
 class Methods:
     options: Options
     selector: StreamSelector
-    rollout_batch: RolloutBatch
     group_size: GroupSize
     gates: dict[str, Gate]
     audits: Audits
     filter: Filter
     judge: GroupJudge
     advantage: Advantage
-    loss: LossConfig
     step_scale: StepScale
 
     def save(self, directory: Path) -> None:
@@ -93,57 +89,55 @@ def build_methods(c: RunConfig, methods: Options, prompts: Sequence[Prompt], suc
 
     Raises ConfigError naming the field and the nearest valid name.
     """
-    options = methods.methods
-    loss = build_loss(c, methods)
+    options, names = methods.methods, methods.names
+    require_loss(c, methods)
     with _errors_of("group_size"):
         group_size: GroupSize = options["group_size"][0].build(c.num_generations)
-    _require(GroupSize, group_size, "group_size", c.group_size)
+    _require(GroupSize, group_size, "group_size", names["group_size"][0])
     if not hasattr(group_size, "smallest"):
-        raise ConfigError(f"group_size: {name_of(c.group_size)} has no smallest; set it where it is built")
+        raise ConfigError(f"group_size: {names['group_size'][0]} has no smallest; set it where it is built")
     advantage: Advantage = options["advantage"][0]
     if advantage.smallest_group > group_size.smallest:
         raise ConfigError(
-            f"advantage: {name_of(c.advantage)} needs groups of at least {advantage.smallest_group} rollouts, but they "
-            f"may have only {group_size.smallest}; lower its k, or raise num_generations or the sizes of group_size"
+            f"advantage: {names['advantage'][0]} needs groups of at least {advantage.smallest_group} rollouts, but "
+            f"they may have only {group_size.smallest}; lower its k, or raise num_generations or the sizes of "
+            "group_size"
         )
-    filters = _filters(c, options["filter"])
-    filter_ = filters[0] if len(filters) == 1 else _all_of(c, filters)
+    filters, filter_ = _filter_of(methods, c.seed)
     judge = GroupJudge(success or Success(), filter_.atol, advantage)
     of_advantage = advantage.group_relative, advantage.greedy_baseline
-    facts = RunFacts(c, prompts, options, filters, *of_advantage, group_size.smallest, judge.least)
+    facts = RunFacts(c, prompts, options, names, filters, *of_advantage, group_size.smallest, judge.least)
     for problem in facts.problems():
         raise ConfigError(problem)
     with _errors_of("group_size"):
         group_size.begin(prompts, judge)
     if not hasattr(group_size, "largest"):
-        raise ConfigError(f"group_size: {name_of(c.group_size)} has no largest; set it in `begin` or before")
+        raise ConfigError(f"group_size: {names['group_size'][0]} has no largest; set it in `begin` or before")
     with _errors_of("selector"):
         selector: StreamSelector = options["selector"][0].build(prompts, c.seed, judge)
-    _require(StreamSelector, selector, "selector", c.selector)
+    _require(StreamSelector, selector, "selector", names["selector"][0])
     if group_size.in_parts:
         selector.probe = group_size.smallest
-    audits = _audits(c, selector)
+    audits = _audits(c, methods, selector)
     return Methods(
         options=methods,
         selector=selector,
-        rollout_batch=options["rollout_batch"][0].build(c.prompts_per_step),
         group_size=group_size,
-        gates=build_gates(c, options["gates"], judge),
+        gates=build_gates(methods, c.seed, judge),
         audits=audits,
         filter=filter_,
         judge=judge,
         advantage=advantage,
-        loss=loss,
         step_scale=options["step_scale"][0].build(),
     )
 
 
-def _require(base: type, built: object, key: str, spec: MethodSpec) -> None:
+def _require(base: type, built: object, key: str, name: str) -> None:
     """Raise ConfigError where a method of the user's own builds something else than its kind's class."""
     if not isinstance(built, base):
         package = ".".join(base.__module__.split(".")[:3])
         raise ConfigError(
-            f"{key}: {name_of(spec)} builds a {type(built).__name__}, not a {base.__name__}; derive from "
+            f"{key}: {name} builds a {type(built).__name__}, not a {base.__name__}; derive from "
             f"{package}.{base.__name__}"
         )
 
@@ -157,36 +151,31 @@ def _errors_of(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {error}") from None
 
 
-def method_charts(c: RunConfig, options: Options) -> list[dict[str, Any]]:
+def method_charts(options: Options) -> list[dict[str, Any]]:
     """Return the charts that the methods of a run define, as JSON values."""
     charts: list[Chart] = []
     for key, methods in {**options.methods, "sync": [options.sync], "learner": [options.learner]}.items():
-        names = gate_names(c) if key == "gates" else [key] * len(methods)
+        names = options.gate_names if key == "gates" else [key] * len(methods)
         for name, each in zip(names, methods, strict=True):
             if hasattr(each, "charts"):
                 charts += each.charts(name)
     return [asdict(chart) for chart in charts]
 
 
-def gate_names(c: RunConfig) -> list[str]:
-    """Return the names of the run's gates: those of the methods without a path, numbered if repeated."""
-    names = [name_of(spec).rpartition(":")[2] for spec in c.gates]
-    return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
-
-
-def rule_types(c: RunConfig, options: Options) -> dict[str, type]:
+def rule_types(options: Options) -> dict[str, type]:
     """Return the classes of the rules that gates publish, by gate."""
-    contexts = [GateContext(name) for name in gate_names(c)]
+    contexts = [GateContext(name) for name in options.gate_names]
     gates = [each.build(context) for each, context in zip(options.methods["gates"], contexts, strict=True)]
     return {context.name: type(gate.rule()) for context, gate in zip(contexts, gates, strict=True)}
 
 
-def build_gates(c: RunConfig, options: Sequence[Any], judge: GroupJudge) -> dict[str, Gate]:
+def build_gates(options: Options, seed: int, judge: GroupJudge) -> dict[str, Gate]:
     """Build the gates of a run, by name. Raises ConfigError naming the option."""
     gates: dict[str, Gate] = {}
-    for spec, each, name in zip(c.gates, options, gate_names(c), strict=True):
-        gate = each.build(GateContext(name, c.seed, judge))
-        _require(Gate, gate, "gates", spec)
+    given, written = options.methods["gates"], options.names["gates"]
+    for each, as_written, name in zip(given, written, options.gate_names, strict=True):
+        gate = each.build(GateContext(name, seed, judge))
+        _require(Gate, gate, "gates", as_written)
         try:
             check_rule(NamedRule(name, gate.rule()))
         except RuleError as error:
@@ -195,103 +184,34 @@ def build_gates(c: RunConfig, options: Sequence[Any], judge: GroupJudge) -> dict
     return gates
 
 
-def _filters(c: RunConfig, options: Sequence[Any]) -> list[Filter]:
-    if not options:
+def _filter_of(options: Options, seed: int) -> tuple[list[Filter], Filter]:
+    """Build every filter that `filter` names, and the one that is all of them."""
+    given, names = options.methods["filter"], options.names["filter"]
+    if not given:
         raise ConfigError("filter: the list is empty; name a filter, or leave filter out")
-    filters = [each.build(c.seed) if hasattr(each, "build") else each for each in options]
-    for each, filter_ in zip(options, filters, strict=True):
-        _require(Filter, filter_, "filter", type(each).__name__)
-    return filters
-
-
-def _all_of(c: RunConfig, filters: Sequence[Filter]) -> Filter:
-    specs = c.filter if isinstance(c.filter, list) else [c.filter]
-    names = [name_of(spec).rpartition(":")[2] for spec in specs]
+    filters = [each.build(seed) if hasattr(each, "build") else each for each in given]
+    for name, each in zip(names, filters, strict=True):
+        _require(Filter, each, "filter", name)
+    if len(filters) == 1:
+        return filters, filters[0]
     with _errors_of("filter"):
-        return AllOf(list(zip(names, filters, strict=True)))
+        return filters, AllOf([(name.rpartition(":")[2], each) for name, each in zip(names, filters, strict=True)])
 
 
-def _audits(c: RunConfig, selector: StreamSelector) -> Audits:
+def _audits(c: RunConfig, options: Options, selector: StreamSelector) -> Audits:
     """Build the audits of a run. Raises ConfigError when no rule of it removes anything."""
     if c.audit is None:
         return Audits()
-    if not selector.skips and not c.gates:
+    (selects,), gates = options.names["selector"], options.gate_names
+    if not selector.skips and not gates:
         raise ConfigError(
-            f"audit: nothing to audit (selector: {name_of(c.selector)} skips nothing, no gates); remove audit, or "
+            f"audit: nothing to audit (selector: {selects} skips nothing, no gates); remove audit, or "
             "choose e.g. selector: greso"
         )
     epsilon, max_signal_loss = c.audit.epsilon, c.audit.max_signal_loss
-    stops = {name: StopAudit(name, epsilon, max_signal_loss, seed=c.seed) for name in gate_names(c)}
-    skips = SkipAudit(name_of(c.selector), epsilon, max_signal_loss, seed=c.seed) if selector.skips else None
+    stops = {name: StopAudit(name, epsilon, max_signal_loss, seed=c.seed) for name in gates}
+    skips = SkipAudit(selects, epsilon, max_signal_loss, seed=c.seed) if selector.skips else None
     return Audits(stops, skips)
-
-
-def _same_keys(cls: type, c: RunConfig) -> dict[str, Any]:
-    """Return the fields of `cls` that are keys of the configuration."""
-    return {field.name: getattr(c, field.name) for field in fields(cls) if field.name in RunConfig.model_fields}
-
-
-def step_options(c: RunConfig, options: Options) -> StepOptions:
-    methods = options.methods
-    own = {
-        "warmup_steps": c.warmup,
-        "kl_in_reward": c.beta if c.kl_in_reward else 0.0,
-        "ref_model_sync_steps": c.ref_model_sync_steps if c.sync_ref_model else None,
-        "unbiased": any(getattr(each, "unbiased", False) for each in [*methods["gates"], *methods["group_size"]]),
-    }
-    return StepOptions(**_same_keys(StepOptions, c) | own)
-
-
-def _check_teacher(c: RunConfig, options: Options) -> None:
-    """Raise ConfigError where a setting contradicts advantages of single tokens, or whole distributions."""
-    if c.teacher is None:
-        return
-    (advantage,), (correction,) = options.methods["advantage"], options.methods["correction"]
-    if isinstance(advantage, InUpdate):
-        raise ConfigError(
-            f"teacher: gives advantages of tokens, and advantage: {name_of(c.advantage)} finds a baseline of whole "
-            "rollouts in the update; choose another advantage, e.g. rloo"
-        )
-    if isinstance(correction, OverBatch) or getattr(correction, "only_negative", False):
-        raise ConfigError(
-            f"teacher: gives advantages of tokens, and correction: {name_of(c.correction)} goes by the sign of the "
-            "rollout's; choose another, e.g. truncate"
-        )
-    if cut := c.changed(("top_p", "top_k", "min_p", "repetition_penalty")):
-        raise ConfigError(f"teacher: is compared with the policy's whole distribution, and {cut} changes it; remove it")
-    if c.teacher.url is not None and (other := c.changed(("temperature",))):
-        raise ConfigError(f"teacher: url: the server's log-probabilities are those at temperature 1, not {other}")
-    if not c.teacher.adapter and (c.lora is None or c.lora.resume):
-        raise ConfigError("teacher: adapter: false needs lora with a fresh adapter; give the teacher as model")
-
-
-def build_loss(c: RunConfig, options: Options) -> LossConfig:
-    """Build the loss. Raises ConfigError on an unknown correction, or a ratio that is always 1 or is missing."""
-    _check_teacher(c, options)
-    own = {
-        "beta": 0.0 if c.kl_in_reward else c.beta,
-        "correction": options.methods["correction"][0],
-        "policy_loss": options.methods["policy_loss"][0],
-    }
-    if c.teacher is not None:
-        own |= {"teacher_weight": c.teacher.weight, "reward_weight": c.teacher.reward_weight}
-    if isinstance(own["policy_loss"], Clip):
-        given = {key: getattr(c, key) for key in CLIPPING if c.changed([key])}
-        own["policy_loss"] = replace(own["policy_loss"], **given)
-    loss = LossConfig(**_same_keys(LossConfig, c) | own)
-    limits = c.changed(CLIPPING) or ("" if loss.policy_loss == Clip() else f"policy_loss: {name_of(c.policy_loss)}")
-    if loss.ratio_to_learner and c.num_iterations == 1 and limits:
-        raise ConfigError(
-            f"{limits} has no effect with correction: {name_of(c.correction)} and num_iterations: 1, as only the "
-            "change since the first iteration is in its ratio; remove it, or use correction: none, or more iterations"
-        )
-    stale = c.changed(("max_lag", "num_iterations")) or ("reuse:" if c.reuse is not None else "")
-    if stale and not loss.policy_loss.has_ratio and not loss.correction.active:
-        raise ConfigError(
-            f"{stale} trains on tokens of older policies, and policy_loss: {name_of(c.policy_loss)} does not correct "
-            "for it; set correction: truncate, or policy_loss: clip"
-        )
-    return loss
 
 
 def build_collector(
@@ -307,7 +227,9 @@ def build_collector(
 ) -> Collector:
     """Build the collector of a run. `limits`: by default the configuration's."""
     ledger.judge = m.judge
-    buffer = Buffer(c.prompts_per_step, c.max_lag, carry=m.rollout_batch.carry or asynchronous)
+    rollout_batch, masks = m.options.rollout_batch, c.mask_truncated_completions
+    own = Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, masks, teacher=c.teacher is not None)
+    buffer = Buffer(c.prompts_per_step, c.max_lag, carry=rollout_batch.carry or asynchronous)
     return Collector(
         prompts=prompts,
         sampler=sampler,
@@ -315,21 +237,16 @@ def build_collector(
         group_size=m.group_size,
         filter=m.filter,
         buffer=buffer,
-        pace=AsyncPace(buffer, sampler) if asynchronous else SyncPace(buffer, sampler, m.rollout_batch),
-        refill_round=max(m.rollout_batch.size, c.prompts_per_step),
+        pace=AsyncPace(buffer, sampler) if asynchronous else SyncPace(buffer, sampler, rollout_batch),
+        refill_round=max(rollout_batch.size, c.prompts_per_step),
         ledger=ledger,
         judge=m.judge,
-        limits=limits or _limits(c),
+        limits=limits or own,
         gates=m.gates,
         audits=m.audits,
         reuse=reuse,
         drafts=Drafts(c.speculative),
     )
-
-
-def _limits(c: RunConfig) -> Limits:
-    masked = c.mask_truncated_completions
-    return Limits(c.max_steps, c.max_failed_share, c.max_skipped_steps, masked, teacher=c.teacher is not None)
 
 
 # ---------------------------------------------------------------- settings of a profile

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..config import RunConfig, as_saved
+from ..config import RunConfig
+from ..config.paths import as_saved
 
 
 @dataclass
@@ -46,41 +47,11 @@ class TrainerState:
     trial_name: str | None = None
     trial_params: dict[str, Any] | None = None
 
-    @classmethod
-    def of(cls, c: RunConfig, train_prompts: int) -> TrainerState:
-        """Return the state before the first step."""
-        return cls(
-            max_steps=c.max_steps,
-            eval_steps=c.eval_steps or c.max_steps,
-            save_steps=c.save_steps,
-            train_batch_size=c.prompts_per_step * c.num_generations,
-            num_train_epochs=math.ceil(c.max_steps * c.prompts_per_step / train_prompts),
-        )
-
     def log(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Append a row of metrics to the history; return it with `epoch`, and evaluations under TRL's names, too."""
         row = {sys.intern(str(k)): v for k, v in {**metrics, **trl_names(metrics), "epoch": self.epoch}.items()}
         self.log_history.append(row)
         return row
-
-    def evaluated(self, metrics: Mapping[str, float], c: RunConfig) -> None:
-        """Remember the best evaluation by `metric_for_best_model`.
-
-        Raises ConfigError at the start of a run if the evaluation does not have that metric.
-        """
-        name = best_name(c)
-        if name is None:
-            return
-        names = trl_names(metrics)
-        if name not in names:
-            if self.global_step == 0:
-                raise ConfigError(
-                    f"metric_for_best_model: the evaluation has no {name}; it has {', '.join(sorted(names))}"
-                )
-            return
-        value, best = names[name], self.best_metric
-        if best is None or (value > best if better_if_greater(c) else value < best):
-            self.best_metric, self.best_global_step = value, self.global_step
 
 
 def trl_names(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -165,7 +136,13 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[Any], config: RunConfig, train_prompts: int) -> None:
         self.args = CallbackArguments(config)
-        self.state = TrainerState.of(config, train_prompts)
+        self.state = TrainerState(
+            max_steps=config.max_steps,
+            eval_steps=config.eval_steps or config.max_steps,
+            save_steps=config.save_steps,
+            train_batch_size=config.prompts_per_step * config.num_generations,
+            num_train_epochs=math.ceil(config.max_steps * config.prompts_per_step / train_prompts),
+        )
         self.control = TrainerControl()
         self.callbacks: list[Any] = []
         for callback in callbacks:
@@ -225,7 +202,26 @@ class Callbacks:
         evaluation = {key: value for key, value in logs.items() if key.startswith(("eval/", "eval_"))}
         if evaluation:
             notify("on_evaluate", metrics=evaluation)
-            self.state.evaluated(logs, self.args.config)
+            self.evaluated(logs)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Remember the best evaluation by `metric_for_best_model`.
+
+        Raises ConfigError at the start of a run if the evaluation does not have that metric.
+        """
+        name, state = self.args.metric_for_best_model, self.state
+        if name is None:
+            return
+        names = trl_names(metrics)
+        if name not in names:
+            if state.global_step == 0:
+                raise ConfigError(
+                    f"metric_for_best_model: the evaluation has no {name}; it has {', '.join(sorted(names))}"
+                )
+            return
+        value, best = names[name], state.best_metric
+        if best is None or (value > best if self.args.greater_is_better else value < best):
+            state.best_metric, state.best_global_step = value, state.global_step
 
     def take(self, request: str) -> bool:
         """Return and clear a callback's request: `should_save` or `should_evaluate`."""
@@ -312,7 +308,9 @@ def _named(c: RunConfig) -> dict[str, Any]:
     """Return the values of transformers' settings that follow from a run's keys."""
     from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-    rollouts = c.prompts_per_step * c.num_generations
+    rollouts, best, greater = c.prompts_per_step * c.num_generations, c.metric_for_best_model, c.greater_is_better
+    if greater is None:  # as in transformers
+        greater = not (best or "").endswith("loss")
     return {
         "eval_strategy": IntervalStrategy.STEPS if c.eval_steps else IntervalStrategy.NO,
         "do_train": True,
@@ -328,8 +326,8 @@ def _named(c: RunConfig) -> dict[str, Any]:
         "steps_per_generation": 1,
         "bf16": c.dtype == "bfloat16",
         "fp16": c.dtype == "float16",
-        "greater_is_better": better_if_greater(c),
-        "metric_for_best_model": best_name(c),
+        "greater_is_better": greater,
+        "metric_for_best_model": None if best is None else f"eval_{best.removeprefix('eval_').removeprefix('eval/')}",
         "world_size": 1,
         "process_index": 0,
         "local_process_index": 0,
@@ -337,16 +335,3 @@ def _named(c: RunConfig) -> dict[str, Any]:
         "should_log": True,
         "should_save": True,
     }
-
-
-def best_name(c: RunConfig) -> str | None:
-    """Return `metric_for_best_model` as transformers names it."""
-    name = c.metric_for_best_model
-    return None if name is None else f"eval_{name.removeprefix('eval_').removeprefix('eval/')}"
-
-
-def better_if_greater(c: RunConfig) -> bool:
-    """Return `greater_is_better` or, if it is not set, transformers' default: False for a name that ends in `loss`."""
-    if c.greater_is_better is not None:
-        return c.greater_is_better
-    return not (c.metric_for_best_model or "").endswith("loss")

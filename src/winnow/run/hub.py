@@ -96,15 +96,14 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
         return Pushed(repo, str(done.commit_url), str(folder))
 
 
-def push_if_due(run_dir: Path, c: RunConfig, saved: Path | None = None) -> Pushed | None:
+def push_if_due(run_dir: Path, c: RunConfig, saved: Path | None = None) -> None:
     """Upload the finished run, or checkpoint `saved`; a failure is a warning."""
     if not c.push_to_hub or (saved is not None and c.hub_strategy != "every_save"):
-        return None
+        return
     try:
-        return push(run_dir, c, None if saved is None else saved / "model")
+        push(run_dir, c, None if saved is None else saved / "model")
     except PushError as error:
         warnings.warn(str(error), stacklevel=2)
-        return None
 
 
 def _name(c: RunConfig) -> str:

@@ -3,63 +3,54 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..base.files import absolute_paths, missing_paths
-from ..config import METHODS, RunConfig, as_saved, from_saved, load_config, validate
+from ..config import RunConfig, load_config, validate
 from ..config.errors import answer_to, load_hints, suggestion
 from ..config.options import MethodSpec, name_of, section_of
+from ..config.paths import absolute_paths, as_saved, from_saved, missing_paths
 from ..engine.initial_model import InitialModel
 from ..engine.loading import quiet_transformers
-from ..env.base import Demonstrator, Task
-from ..env.rewards.rewarder import RewardSpec
+from ..env.base import Task
 from ..learner.step import scheduled_lr
 from ..methods.tables import task_options
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..record.trackers import check_trackers
-from .build_methods import step_options
 from .hub import check_hub
 from .preflight import in_steps
 from .resolve import resolve
-from .resolved import AUTO, Machine, Options, Resolved
+from .resolved import AUTO, Machine, Options, Resolved, step_options
 
 
 @dataclass(frozen=True)
 class TrainerInputs:
-    """Arguments of `Trainer`, unchanged."""
+    """Arguments of `Trainer`."""
 
     model: Any = None
     env: Any = None
-    reward_funcs: Sequence[RewardSpec] | RewardSpec | None = None
+    reward_funcs: Any = None
+    """Once `normalized`, a list of functions, reward models or names; None: the task's own, or the configuration's."""
     processing_class: Any = None
     train_dataset: Iterable[Any] | None = None
     eval_dataset: Iterable[Any] | None = None
 
-    @property
-    def reward_list(self) -> Sequence[RewardSpec] | None:
-        one = callable(self.reward_funcs) or isinstance(self.reward_funcs, str)
-        return [self.reward_funcs] if one else self.reward_funcs  # type: ignore[list-item, return-value]
-
     def normalized(self) -> TrainerInputs:
-        """Move rows given as `env` to `train_dataset`. Raises ConfigError on other objects, and on invalid rewards."""
-        if not (callable(self.reward_funcs) or isinstance(self.reward_funcs, Iterable | None)):
-            raise ConfigError(
-                f"reward_funcs: expected a function, a reward model or their names, got {self.reward_funcs!r}"
-            )
-        if self.reward_funcs is not None and not (callable(self.reward_funcs) or isinstance(self.reward_funcs, str)):
-            return replace(self, reward_funcs=list(self.reward_funcs))._normalized_env()
-        return self._normalized_env()
-
-    def _normalized_env(self) -> TrainerInputs:
-        env = self.env
+        """Return them with reward functions in a list, and rows given as `env` in `train_dataset`. Raises ConfigError
+        on other objects."""
+        given, env = self.reward_funcs, self.env
+        if callable(given) or isinstance(given, str):
+            given = [given]
+        elif not isinstance(given, Iterable | None):
+            raise ConfigError(f"reward_funcs: expected a function, a reward model or their names, got {given!r}")
+        inputs = replace(self, reward_funcs=None if given is None else list(given))
         if isinstance(env, Task) and self.train_dataset is not None:
             raise ConfigError("train_dataset: the task given as env brings its own prompts; give one of them")
         if isinstance(env, str | dict | None | Task):
-            return self
+            return inputs
         if callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))):
             raise ConfigError("env: reward functions are not a task; give them as Trainer(reward_funcs=...)")
         if not isinstance(env, Iterable):
@@ -69,7 +60,7 @@ class TrainerInputs:
             )
         if self.train_dataset is not None:
             raise ConfigError("env: rows of data, but train_dataset has rows too; give one of them")
-        return replace(self, env=None, train_dataset=env)
+        return replace(inputs, env=None, train_dataset=env)
 
     def config(self, values: Mapping[str, Any], *, resumed: bool = False) -> RunConfig:
         """Return the whole configuration; these arguments override `values`.
@@ -77,7 +68,7 @@ class TrainerInputs:
         Paths become absolute, so that a run can be resumed from anywhere. Reward functions given as objects clear the
         names in `values`. A `resumed` run keeps its names, and compares fingerprints later.
         """
-        values, functions = dict(values), self.reward_list
+        values, functions = dict(values), self.reward_funcs
         if functions and all(isinstance(function, str) for function in functions):
             values["reward_funcs"] = list(functions)
         elif functions and not resumed:
@@ -94,12 +85,12 @@ class TrainerInputs:
             values.setdefault("env", "dataset")
         if resumed:
             self._require_files(values)
-        return validate(absolute_paths(values, METHODS, resumed=resumed))
+        return validate(absolute_paths(values, resumed=resumed))
 
     def _require_files(self, values: Mapping[str, Any]) -> None:
         """Raise ConfigError for a path of a run that is no longer there, unless an object was given in its place."""
-        given = {"model": self.model, "reward_funcs": self.reward_list, "env": self.env or self.train_dataset}
-        for key, path in missing_paths(values, METHODS).items():
+        given = {"model": self.model, "reward_funcs": self.reward_funcs, "env": self.env or self.train_dataset}
+        for key, path in missing_paths(values).items():
             if given.get(key) is None:
                 moved = Path(path)
                 while not moved.parent.exists():
@@ -156,7 +147,7 @@ class TrainerInputs:
         }
         for name, remedy in remedies.items():
             value = getattr(self, name)
-            parts = value if name == "reward_funcs" and isinstance(value, list | tuple) else [value]
+            parts = (value or []) if name == "reward_funcs" else [value]
             if not all(isinstance(part, str | dict | None) for part in parts):
                 raise ConfigError(
                     f"sync: {name_of(c.sync)} starts samplers that build everything by name, so {name} cannot be an "
@@ -169,14 +160,6 @@ def build_task(spec: MethodSpec | Task) -> Task:
     task: Task = spec if isinstance(spec, Task) else task_options(spec).build()
     if not task.train:
         raise ConfigError(f"env: task {task.name} has no training prompts")
-    return task
-
-
-def build_demonstrator(spec: MethodSpec) -> Demonstrator:
-    """Return a task with demonstrations for a warm start. Raises ConfigError if it has none."""
-    task = build_task(spec)
-    if not isinstance(task, Demonstrator):
-        raise ConfigError(f"env: task {task.name} has no demonstrations; start from a pretrained model instead")
     return task
 
 
@@ -352,7 +335,7 @@ MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sl
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
     """Raise ConfigError with the difference if `config` would change what the rest of the run computes."""
-    begun = validate(absolute_paths(from_saved(saved), METHODS, resumed=True))
+    begun = validate(absolute_paths(from_saved(saved), resumed=True))
     before, now = as_saved(begun), as_saved(config)
     free = MAY_CHANGE_ON_RESUME | {"output_dir"}
     options = [Options.from_config(c) for c in (begun, config)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,11 +72,7 @@ def _memory_of(trainer: Trainer) -> dict[str, Any]:
     if not trainer.resolved.budgets:
         return {}
     budget = next(iter(trainer.resolved.budgets.values()))
-    whole = replace(budget, memory=torch.cuda.get_device_properties(trainer.learner.device).total_memory)
-    return {
-        "memory_gib": _in_gib(whole.phases()),
-        "host_memory_gib": _in_gib(_on_host(trainer.resolved)),
-    }
+    return {"memory_gib": _in_gib(budget.phases()), "host_memory_gib": _in_gib(_on_host(trainer.resolved))}
 
 
 def _in_gib(phases: Phases) -> dict[str, dict[str, float]]:

@@ -17,7 +17,6 @@ from ..base import cluster
 from ..base.errors import ConfigError
 from ..base.machine import MIB, main_memory
 from ..config import RunConfig, validate
-from ..config.options import name_of
 from ..engine.base import Engine, Request
 from ..env.base import Task, has_no_environment
 from ..env.prompt_store import StoredPrompts
@@ -27,13 +26,14 @@ from ..learner import Fsdp, Learner
 from ..learner.agreement import Agreement, require_agreement
 from ..learner.base import Sizes
 from ..rollout.evaluate import RollOut
-from ..sampler import Ray, SamplerOptions
+from ..rollout.options import RolloutOptions
+from ..sampler import Ray
 from ..sampler.base import PoolOptions
 from ..tasks.prompt_example import warn_of_plain_text
 from ..types import Job, Prompt, Visit
 from .budget import Shapes, engine_bytes
 from .build_methods import Methods
-from .resolved import Resolved, sampling_params
+from .resolved import Resolved
 
 PROBED, PROBES_EACH = 4, 2
 """Prompts whose log-probabilities are compared at the start, and rollouts of each."""
@@ -85,7 +85,7 @@ def warn_of_sizes(c: RunConfig, task: Task) -> None:
         )
 
 
-def require_whole_groups(c: RunConfig, m: Methods, comparing: Mapping[str, bool | None]) -> None:
+def require_whole_groups(m: Methods, comparing: Mapping[str, bool | None]) -> None:
     """Raise ConfigError where a reward function that compares siblings would not see them all at once.
 
     `comparing`: the mark of each function. Warn of those without one where groups are scored in parts.
@@ -93,50 +93,34 @@ def require_whole_groups(c: RunConfig, m: Methods, comparing: Mapping[str, bool 
     marked = [name for name, mark in comparing.items() if mark]
     unmarked = [name for name, mark in comparing.items() if mark is None]
     compares = f"reward_funcs: {', '.join(marked)} compares siblings (compares_siblings)"
+    (group_size,), (advantage,) = m.options.names["group_size"], m.options.names["advantage"]
     if marked and m.group_size.in_parts:
         raise ConfigError(
-            f"{compares}, but group_size: {name_of(c.group_size)} scores the first {m.group_size.smallest} of a group "
+            f"{compares}, but group_size: {group_size} scores the first {m.group_size.smallest} of a group "
             "before the others are sampled; use group_size: fixed"
         )
     if marked and m.advantage.greedy_baseline:
         raise ConfigError(
-            f"{compares}, but advantage: {name_of(c.advantage)} subtracts the reward of a greedy rollout, which is "
+            f"{compares}, but advantage: {advantage} subtracts the reward of a greedy rollout, which is "
             "scored alone; use another advantage"
         )
     if unmarked and m.group_size.in_parts:
         warnings.warn(
-            f"group_size: {name_of(c.group_size)} scores the first {m.group_size.smallest} of a group before the "
+            f"group_size: {group_size} scores the first {m.group_size.smallest} of a group before the "
             f"others are sampled. If {' or '.join(unmarked)} compares siblings, use group_size: fixed; if not, set its "
             "attribute compares_siblings = False",
             stacklevel=2,
         )
 
 
-def require_reuse(c: RunConfig, sync: SamplerOptions, carry: bool) -> None:
-    """Raise ConfigError for a `reuse` under which no group can be trained again. `carry`: a batch may wait a step."""
-    if c.reuse is None:
-        return
-    if c.prompts_per_step == 1:
-        raise ConfigError(
-            "reuse: has no effect with prompts_per_step: 1, as one group of a batch is new; raise prompts_per_step, or "
-            "remove reuse"
-        )
-    exact = getattr(sync, "lag", None) == "exact" and not carry
-    if exact and c.reuse.max_age <= c.max_lag:
-        raise ConfigError(
-            f"reuse: max_age: {c.reuse.max_age} must be above max_lag: {c.max_lag}, the age at which every group is "
-            "trained first here"
-        )
-
-
-def check_prompts(c: RunConfig, task: Task, tokenizer: Any, engine: Engine | None) -> None:
+def check_prompts(options: RolloutOptions, task: Task, tokenizer: Any, engine: Engine | None) -> None:
     """Try a few prompts on tokenizer and engine (if local); warn of prompts that will fail.
 
     Raises ConfigError when all of them fail.
     """
+    causes, limit, params = [], options.max_prompt_length, options.params
     warn_of_plain_text(task, tokenizer)
-    warn_of_failing_prompts(c.max_prompt_length, task, tokenizer)
-    causes, limit = [], c.max_prompt_length
+    warn_of_failing_prompts(limit, task, tokenizer)
     for prompt in [*task.train[:16], *task.test[:16]]:
         try:
             ids = encode_prompt(tokenizer, prompt)
@@ -146,8 +130,8 @@ def check_prompts(c: RunConfig, task: Task, tokenizer: Any, engine: Engine | Non
                 encode_observation(tokenizer, prompt, "?", np.array([], np.int64))
             if engine is None:
                 return
-            params = sampling_params(c)
-            room = min(params.max_tokens, c.longest - len(ids))
+            longest = options.context_length or len(ids) + params.max_tokens
+            room = min(params.max_tokens, longest - len(ids))
             engine.submit([Request("trial", ids, replace(params, max_tokens=room), key=0)])
             engine.cancel(["trial"])
             return

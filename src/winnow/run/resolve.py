@@ -19,9 +19,9 @@ from ..engine import ENGINES, LocalOptions, VllmOptions
 from ..engine.initial_model import InitialModel
 from ..engine.vllm.options import ALONE, SHARED
 from ..sampler import Processes
-from ..sampler.base import PoolOptions
 from ..sampler.processes import numbered
 from .budget import AT_LEAST, AT_MOST, GIB, HALF, Budget, Shapes, engine_bytes
+from .conflicts import require_adapters, require_sync
 from .resolved import AUTO, Machine, Options, Resolved
 
 PAYS_FROM = 10_000_000
@@ -76,22 +76,22 @@ def resolve(
         threads, why["threads"] = choose_threads(options, machine, parameters)
 
     c = c.model_copy(update=values | {"engine": spec, "dtype": dtype, "threads": threads})
-    sizes = (
-        _sizes_on_gpu(c, replace(options, engine=engine), machine, model, alone, several_turns)
-        if on_gpu
-        else _sizes_on_cpu(c, options, engine, machine, model)
-    )
+    if on_gpu:
+        sizes = _sizes_on_gpu(c, replace(options, engine=engine), machine, model, alone, several_turns)
+    else:
+        sizes = _sizes_on_cpu(c, options, engine, machine, model)
     if sizes.engine:
         spec, engine = section_of(spec) | sizes.engine, replace(engine, **sizes.engine)
-    c = c.model_copy(update=sizes.values | {"engine": spec})
-    options = replace(options, engine=engine)
+    c, options = c.model_copy(update=sizes.values | {"engine": spec}), replace(options, engine=engine)
+    engine = engine_for_run(c, options, alone=alone)
+    require_adapters(c, options, engine, model.adapter if model.resume else None)
     if not alone:
         require_sync(c, options, machine.device.type)
-    return Resolved(
-        config=c,
-        options=options,
+    return Resolved.of(
+        c,
+        options,
         model=model,
-        engine=engine_for_run(c, options, alone=alone),
+        engine=engine,
         device=machine.device,
         why=why | sizes.why,
         warnings=_slow_settings(c, machine, preferred, why_preferred),
@@ -104,41 +104,6 @@ def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = Fal
     machine = Machine.here(c.device, with_vllm=name_of(c.engine) == AUTO)
     model = InitialModel.from_config(c).read(c)
     return resolve(c, Options.from_config(c), machine, model, alone=alone, several_turns=several_turns)
-
-
-def require_sync(c: RunConfig, options: Options, device: str) -> None:
-    """Raise ConfigError where options of `sync` do nothing, contradict others, or cannot work on this machine."""
-    carried = options.carries(c)
-    if options.asynchronous and c.changed(("rollout_batch",)):
-        sync = name_of(c.sync) if options.own_engines else "lag: continuous"
-        raise ConfigError(
-            f"rollout_batch: has no effect with sync: {sync}, which starts groups as soon as they can "
-            "still be trained within max_lag; remove it"
-        )
-    lags = c.max_lag > carried or options.overlap or options.own_engines  # what is carried waits for a step
-    if not lags and c.changed(("sync",)):
-        raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
-    if isinstance(options.sync, PoolOptions) and options.sync.timeout_s <= c.reward_timeout_s:
-        raise ConfigError(
-            f"sync: timeout_s={options.sync.timeout_s:g} must be above reward_timeout_s={c.reward_timeout_s:g}, or a "
-            "sampler that waits for a reward counts as stuck; raise it"
-        )
-    mode = "overlap" if options.overlap else "lag: continuous" if options.continuous else ""
-    later = options.continuous or carried
-    if options.overlap and c.max_lag < 1 + later:
-        raise ConfigError(
-            "sync: overlap: groups are trained one step after they were sampled, and a surplus that is carried, or "
-            f"what goes on across an update, one later; allow it with max_lag: {1 + later}"
-        )
-    tried, of_both = "it has not been tried there", "PyTorch would set it for generation, too"
-    for key, value, fits, why in (
-        ("device", device, device == "cpu", tried),
-        ("engine", name_of(c.engine), name_of(c.engine) in ("local", AUTO), tried),
-        ("learner", name_of(c.learner), not options.learns_elsewhere, tried),
-        ("matmul_precision", c.matmul_precision, c.matmul_precision == "highest" or not options.overlap, of_both),
-    ):
-        if mode and not fits:
-            raise ConfigError(f"sync: {mode}: not with {key}: {value}, as {why}; change it, or use sync: processes")
 
 
 # ---------------------------------------------------------------- engine
@@ -306,7 +271,7 @@ def _sizes_on_cpu(c: RunConfig, options: Options, engine: Any, machine: Machine,
     why: dict[str, str] = {}
     of_engine: dict[str, Any] = {}
     open_ = isinstance(engine, LocalOptions) and not engine.fixed_slots and "slots" not in section_of(c.engine)
-    groups = options.methods["rollout_batch"][0].build(c.prompts_per_step).size * (c.max_lag * options.continuous + 1)
+    groups = options.rollout_batch.size * (c.max_lag * options.continuous + 1)
     wanted = min(CPU_SLOTS, groups * c.num_generations)
     if open_ and wanted > engine.slots and machine.device.type == "cpu" and not options.samples_elsewhere:
         each = c.longest * Shapes.from_model(model.meta_model, c.lora).kv_elements * engine_bytes(engine)

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from ..base.machine import bfloat16_units, install, main_memory, usable_threads
-from ..config import RunConfig
+from ..config import CLIPPING, RunConfig
 from ..config.options import method, name_of
 from ..engine import ENGINES
 from ..engine.base import SamplingParams
@@ -23,7 +23,11 @@ from ..engine.saving import types_from
 from ..engine.vllm.options import why_unusable
 from ..learner import LEARNERS, LearnerContext
 from ..learner.local.learner import LearnerOptions
+from ..learner.step import StepOptions
 from ..methods import tables
+from ..methods.loss import LossConfig
+from ..methods.policy_loss import Clip
+from ..methods.size import RolloutBatch
 from ..rollout.options import RolloutOptions
 from ..sampler import SYNCS, InProcess, Processes, SamplerOptions
 from ..tasks import ENVS
@@ -45,6 +49,9 @@ class Options:
 
     methods: Mapping[str, Sequence[Any]]
     """Key -> options, for selector, rollout_batch, group_size, gates, filter, advantage, correction and step_scale."""
+    names: Mapping[str, Sequence[str]]
+    """Key -> names of the methods, as written."""
+    rollout_batch: RolloutBatch
     sync: SamplerOptions
     learner: Any
     engine: Any
@@ -53,9 +60,18 @@ class Options:
     @classmethod
     def from_config(cls, c: RunConfig) -> Options:
         """Raises ConfigError naming the key, and the nearest valid name or option."""
-        methods = tables.options_of(c, tables.TABLES)
+        methods = tables.options_of(c)
+        names = {key: [name_of(spec) for spec in specs] for key, specs in tables.specs_of(c).items()}
+        rollout_batch = methods["rollout_batch"][0].build(c.prompts_per_step)
         sync, learner = method(SYNCS, c.sync, "sync"), method(LEARNERS, c.learner, "learner")
-        return cls(methods, sync, learner, None if name_of(c.engine) == AUTO else method(ENGINES, c.engine, "engine"))
+        engine = None if name_of(c.engine) == AUTO else method(ENGINES, c.engine, "engine")
+        return cls(methods, names, rollout_batch, sync, learner, engine)
+
+    @property
+    def gate_names(self) -> list[str]:
+        """The names of the run's gates: those of the methods without a path, numbered if repeated."""
+        names = [name.rpartition(":")[2] for name in self.names["gates"]]
+        return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
 
     @property
     def asynchronous(self) -> bool:
@@ -71,10 +87,6 @@ class Options:
     def overlap(self) -> bool:
         """Whether the next batch is collected while the learner updates, in one process."""
         return getattr(self.sync, "overlap", False)
-
-    def carries(self, c: RunConfig) -> bool:
-        """Whether surplus groups wait for the next step."""
-        return bool(self.methods["rollout_batch"][0].build(c.prompts_per_step).carry)
 
     @property
     def own_engines(self) -> bool:
@@ -175,12 +187,29 @@ class Resolved:
     engine: Any
     """Options of the engine for this run."""
     device: torch.device
+    rollouts: Mapping[Purpose, RolloutOptions]
+    learning: LearnerContext
+    loss: LossConfig
+    steps: StepOptions
     why: Mapping[str, str]
     """Reasons, by config key."""
     warnings: Sequence[str] = ()
     """A line for each setting that is slow on the machine."""
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Memory by GPU; empty on a CPU."""
+
+    @classmethod
+    def of(cls, c: RunConfig, options: Options, **decided: Any) -> Resolved:
+        """Return a run with what each part is built from, which follows from the configuration and its methods."""
+        return cls(
+            config=c,
+            options=options,
+            rollouts=rollout_options(c, greedy_baseline=options.methods["advantage"][0].greedy_baseline),
+            learning=learner_context(c, options),
+            loss=loss_config(c, options),
+            steps=step_options(c, options),
+            **decided,
+        )
 
     @property
     def behind(self) -> int:
@@ -191,7 +220,7 @@ class Resolved:
         c, options = self.config, self.options
         if not isinstance(options.sync, InProcess) or options.continuous:
             return 0
-        return c.max_lag - options.carries(c) - options.overlap
+        return c.max_lag - options.rollout_batch.carry - options.overlap
 
     def set_threads(self) -> None:
         if isinstance(self.config.threads, int):
@@ -211,68 +240,73 @@ def sampling_params(c: RunConfig, *, evaluation: bool = False) -> SamplingParams
     return SamplingParams(c.max_completion_length, c.temperature, c.top_p, c.top_k, tuple(c.stop), **drawn)
 
 
-def rollout_options(
-    c: RunConfig, *, greedy_baseline: bool = False, report: frozenset[str] = frozenset()
-) -> dict[Purpose, RolloutOptions]:
-    """Return the sampling options of every purpose; `greedy_baseline` concerns training, `report` evaluations."""
-    train, evaluation = sampling_params(c), sampling_params(c, evaluation=True)
+def rollout_options(c: RunConfig, *, greedy_baseline: bool = False) -> dict[Purpose, RolloutOptions]:
+    """Return the sampling options of every purpose; `greedy_baseline` concerns training."""
+    train = sampling_params(c)
+    base = RolloutOptions(
+        train, c.max_prompt_length, c.seed, context_length=c.longest, history=c.history, max_segments=c.max_segments
+    )
     greedy = SamplingParams(c.max_completion_length, temperature=0.0, stop=tuple(c.stop))
-
-    def options(params: SamplingParams, **more: Any) -> RolloutOptions:
-        more |= {"context_length": c.longest, "history": c.history, "max_segments": c.max_segments}
-        return RolloutOptions(params, c.max_prompt_length, c.seed, **more)
-
+    short = replace(train, max_tokens=min(PROBE_TOKENS, train.max_tokens))
     return {
-        "train": options(train, greedy_baseline=greedy_baseline, drafts=c.speculative),
-        "eval": options(evaluation, report=report),
-        "greedy": options(greedy),
-        "profile": options(train),
-        "probe": options(replace(train, max_tokens=min(PROBE_TOKENS, train.max_tokens))),
+        "train": replace(base, greedy_baseline=greedy_baseline, drafts=c.speculative),
+        "eval": replace(base, params=sampling_params(c, evaluation=True)),
+        "greedy": replace(base, params=greedy),
+        "profile": base,
+        "probe": replace(base, params=short),
     }
 
 
 def learner_context(c: RunConfig, options: Options) -> LearnerContext:
     """Return what the learner is built from. Outside a whole run `auto` means the learner's default."""
     tokens = c.tokens_per_microbatch
+    own = {
+        "compute_dtype": torch.float32 if c.dtype == "auto" else getattr(torch, c.dtype),
+        "gradient_checkpointing": c.gradient_checkpointing is True,
+        "tokens_per_microbatch": LearnerOptions.tokens_per_microbatch if tokens == "auto" else tokens,
+        "merge_adapters": c.adapters_alone is None,
+        "save_types": types_from(c.save_dtype),
+    }
     return LearnerContext(
-        LearnerOptions(
-            optim=c.optim,
-            optim_args=c.optim_args,
-            beta1=c.adam_beta1,
-            beta2=c.adam_beta2,
-            eps=c.adam_epsilon,
-            weight_decay=c.weight_decay,
-            max_grad_norm=c.max_grad_norm,
-            compute_dtype=torch.float32 if c.dtype == "auto" else getattr(torch, c.dtype),
-            matmul_precision=c.matmul_precision,
-            gradient_checkpointing=c.gradient_checkpointing is True,
-            torch_compile=c.torch_compile,
-            deterministic=c.deterministic,
-            tokens_per_microbatch=LearnerOptions.tokens_per_microbatch if tokens == "auto" else tokens,
-            merge_adapters=c.lora is None or c.lora.merge,
-            save_types=types_from(c.save_dtype),
-        ),
+        LearnerOptions(**c.same_keys(LearnerOptions) | own),
         device=c.device,
-        temperature=c.temperature,
-        top_p=c.top_p,
-        top_k=c.top_k,
-        min_p=c.min_p,
-        repetition_penalty=c.repetition_penalty,
         lora=c.lora is not None,
         gradient_baselines=options.gradient_baselines,
         reward_env=c.reward_env,
+        sampling=sampling_params(c),
     )
+
+
+def loss_config(c: RunConfig, options: Options) -> LossConfig:
+    own = {
+        "beta": 0.0 if c.kl_in_reward else c.beta,
+        "correction": options.methods["correction"][0],
+        "policy_loss": options.methods["policy_loss"][0],
+    }
+    if c.teacher is not None:
+        own |= {"teacher_weight": c.teacher.weight, "reward_weight": c.teacher.reward_weight}
+    if isinstance(own["policy_loss"], Clip):
+        given = {key: getattr(c, key) for key in CLIPPING if c.changed([key])}
+        own["policy_loss"] = replace(own["policy_loss"], **given)
+    return LossConfig(**c.same_keys(LossConfig) | own)
+
+
+def step_options(c: RunConfig, options: Options) -> StepOptions:
+    methods = options.methods
+    own = {
+        "warmup_steps": c.warmup,
+        "kl_in_reward": c.beta if c.kl_in_reward else 0.0,
+        "ref_model_sync_steps": c.ref_model_sync_steps if c.sync_ref_model else None,
+        "unbiased": any(getattr(each, "unbiased", False) for each in [*methods["gates"], *methods["group_size"]]),
+    }
+    return StepOptions(**c.same_keys(StepOptions) | own)
 
 
 # ---------------------------------------------------------------- catalogue
 
-_TABLES = {"env": ENVS, "sync": SYNCS, "engine": ENGINES, "learner": LEARNERS, **tables.TABLES}
-_ORDER = (
-    *("env", "selector", "rollout_batch", "group_size", "sync", "engine"),
-    *("gates", "filter", "advantage", "policy_loss", "correction", "step_scale", "learner"),
-)
-TABLES: dict[str, Mapping[str, type]] = {key: _TABLES[key] for key in _ORDER}
-"""Config field -> its table, in the order a rollout passes them."""
+TABLES: dict[str, Mapping[str, type]]
+TABLES = {"env": ENVS, **tables.TABLES, "sync": SYNCS, "engine": ENGINES, "learner": LEARNERS}
+"""Config field -> its table."""
 
 
 def all_methods() -> list[dict[str, Any]]:

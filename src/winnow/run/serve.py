@@ -31,7 +31,7 @@ from ..rollout.runner import RolloutRunner
 from ..sampler.base import HEARTBEAT_S, busy
 from ..sampler.codec import group_state, job_from, prompts_of
 from ..sampler.weights import fingerprints, read_weights
-from .build import build_engine, build_rewarder
+from .build import build_rewarder
 from .build_methods import rule_types
 from .inputs import build_task
 from .resolve import engine_for_run
@@ -70,12 +70,12 @@ class Server:
         tokenizer = with_template(load_tokenizer(c.model), c.chat_template, c.chat_template_kwargs)
         model = InitialModel.from_config(c)
         base = None if model.adapter is None else model.load()[0]
-        self.engine = build_engine(engine, c, model.reference(c.device, base), tokenizer)
+        self.engine = engine.build(model.reference(c.device, base, c.adapters_alone), tokenizer)
         self.rewarder = build_rewarder(c, self.task)
         self.rewarder.trainer_state = SimpleNamespace(global_step=start["version"], max_steps=c.max_steps)
         options = rollout_options(c, greedy_baseline=start["greedy_baseline"])
         self.runner = RolloutRunner(self.engine, self.task, tokenizer, self.rewarder, options)
-        self.rule_types = rule_types(c, methods)
+        self.rule_types = rule_types(methods)
         self._reply, self._read = reply, read
         self._reported, self._idle_s, self._tokens = time.monotonic(), 0.0, 0
         self.runner.waits = self._alive_if_due  # slow rewards are no stuck sampler

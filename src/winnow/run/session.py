@@ -18,8 +18,9 @@ from ..base.errors import ConfigError
 from ..base.failpoint import failpoint
 from ..base.files import readable, write_json
 from ..base.state import at
-from ..config import as_saved
+from ..config.paths import as_saved
 from ..env.rewards.rewarder import Rewarder, without_taken
+from ..learner.fsdp.learner import FsdpLearner
 from ..learner.off_policy import log_ratios
 from ..learner.step import OptimizerStep
 from ..loop import Hooks, Loop
@@ -40,7 +41,7 @@ from ..tasks.prompt_example import prompt_example
 from ..types import Group
 from . import checkpoint
 from .build import Parts
-from .build_methods import build_collector, method_charts, step_options
+from .build_methods import build_collector, method_charts
 from .callbacks import Callbacks
 from .hub import push_if_due, write_card
 from .preflight import NothingSampledError
@@ -75,11 +76,12 @@ class Session:
         c, parts, saved = self.config, self.parts, self._resume_from
         self._state = state = checkpoint.load_run_state(saved) if saved else None
         parts.require_same(state["fingerprints"] if state else fingerprints_of(self.run_dir))
-        self._code = code_of(c, [*parts.rewarder.specs, parts.task, *self._callbacks])
+        self._code = code_of([*c.model_dump().values(), *parts.rewarder.specs, parts.task, *self._callbacks])
         known = state["code"] if state else fingerprints_of(self.run_dir, "code")
         self._changes = changes(known, self._code, state["loop"]["step"] if state else 0, strict=c.resume == "strict")
-        write_json(self.run_dir / CONFIG, as_saved(c), private=True)
-        write_json(self.run_dir / CHARTS, method_charts(c, parts.resolved.options), private=True)
+        self._settings = settings = as_saved(c)
+        write_json(self.run_dir / CONFIG, settings, private=True)
+        write_json(self.run_dir / CHARTS, method_charts(parts.resolved.options), private=True)
         parts.resolved.say(self._console)
         if (example := prompt_example(parts.task, parts.tokenizer)) is not None:  # for the page
             write_json(self.run_dir / PROMPT, asdict(example), private=True)
@@ -89,8 +91,8 @@ class Session:
             self.ledger = stack.enter_context(Ledger.open(self.run_dir / LEDGER))
             self._open_ledger(state)
             offsets, step = (state["offsets"], state["loop"]["step"]) if state else (None, None)
-            turns = parts.task.max_turns
-            self._records = Records(self.run_dir, c, offsets, step=step, max_turns=turns, tokenizer=parts.tokenizer)
+            turns, tokenizer = parts.task.max_turns, parts.tokenizer
+            self._records = Records(self.run_dir, settings, offsets, step=step, max_turns=turns, tokenizer=tokenizer)
             stack.callback(self._records.close)
             rewarder, opening = parts.rewarder, example.opening if example else ""
             self._watchdogs = Watchdogs(c, rewarder.names, rewarder.in_threads, opening)
@@ -106,7 +108,8 @@ class Session:
         """
         c, parts, state = self.config, self.parts, self._state
         with self._open_parts as stack:  # closed if this fails
-            parts.require_shared()
+            if isinstance(parts.learner, FsdpLearner):
+                parts.learner.require_shared(self.run_dir / CONFIG)
             parts.rewarder.trainer_state = SimpleNamespace(global_step=0, max_steps=c.max_steps)
             if state is not None and self._resume_from is not None:
                 self._restore(state, self._resume_from)
@@ -152,16 +155,15 @@ class Session:
         self._book_probes()
 
     def _loop(self) -> Loop:
-        c, m, parts = self.config, self.parts.methods, self.parts
+        c, m, parts, r = self.config, self.parts.methods, self.parts, self.parts.resolved
         reuse = None
         if c.reuse is not None:
             ratios = partial(log_ratios, learner=parts.learner)
             reuse = Reuse(c.reuse, c.prompts_per_step, c.seed, m.judge, ratios, parts.sampler.run)
-        asynchronous, lands = parts.resolved.options.asynchronous, parts.resolved.options.continuous
+        asynchronous, lands = r.options.asynchronous, r.options.continuous
         prompts = prompts_of(parts.task)
         collector = build_collector(c, m, parts.sampler, self.ledger, prompts, asynchronous=asynchronous, reuse=reuse)
-        options = step_options(c, parts.resolved.options)
-        step = OptimizerStep(parts.learner, m.advantage, m.loss, m.step_scale, options, parts.teacher)
+        step = OptimizerStep(parts.learner, m.advantage, r.loss, m.step_scale, r.steps, parts.teacher)
         hooks = Hooks(
             begin=lambda step: self._notify("on_step_begin"),
             published=self._compare_again,
@@ -173,7 +175,7 @@ class Session:
             should_stop=lambda: self.stop_requested or self._callbacks.control.should_training_stop,
             warn=self._warn,
         )
-        return Loop(collector, parts.sampler, parts.learner, step, hooks, parts.resolved.options.overlap)
+        return Loop(collector, parts.sampler, parts.learner, step, hooks, r.options.overlap)
 
     def _start_sampler(self) -> None:
         """Publish the first weights and rules. Samplers with their own engines are compared with the learner here."""
@@ -198,7 +200,7 @@ class Session:
             self._watchdogs.recall(row)
             self._at(int(row["step"]))
             self._callbacks.state.log(row)
-            self._callbacks.state.evaluated(row, self.config)
+            self._callbacks.evaluated(row)
         self._at(self.loop.step)
         self.parts.learner.load(directory)
         self.parts.sampler.load(directory)
@@ -232,10 +234,6 @@ class Session:
         """Run one optimizer step, save if due, and return its metrics. Raises RunStoppedError as `run` does."""
         self.loop.advance()
         return dict(self._metrics)
-
-    def request_stop(self) -> None:
-        """End `run` after the current step; also from a signal handler or another thread."""
-        self.stop_requested = True
 
     def evaluate(self) -> dict[str, float]:
         """Return held-out metrics of the current policy, booked as evaluation. ConfigError without held-out data."""
@@ -387,7 +385,7 @@ class Session:
             return
         state = {
             "loop": self.loop.state_dict(),
-            "config": as_saved(self.config),
+            "config": self._settings,
             "fingerprints": self.parts.fingerprints,
             "offsets": self._records.offsets(),
             "seconds_total": self._clock.total(),

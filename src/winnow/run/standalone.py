@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,16 +15,17 @@ from ..engine.base import close_engine
 from ..env.base import Task
 from ..env.rewards.rewarder import Rewarder
 from ..learner import Policy
+from ..methods.success import Success
 from ..record.records import LEDGER, fingerprints_of, read_config
 from ..rollout.evaluate import RollOut, evaluate, require_judged, run_jobs
 from ..rollout.runner import RolloutRunner
+from ..types import Prompt
 from . import checkpoint
 from .build import build_policy, build_rewarder
 from .build_methods import build_success
 from .inputs import build_task
 from .preflight import check_rewards
 from .resolve import resolve_here
-from .resolved import rollout_options
 
 
 def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,9 +39,7 @@ def evaluate_model(model: str, values: Mapping[str, Any]) -> dict[str, Any]:
         prompts = task.test[: c.eval_prompts]
         if not prompts:
             raise ConfigError(f"env: task {task.name} has no held-out prompts")
-        with opened(c, task, saved) as (_, roll_out, rewarder):
-            check_rewards(task, prompts[0], rewarder)
-            success = build_success(c, task, rewarder.aliases, c.reward_weights)
+        with opened(c, task, prompts, saved) as (_, roll_out, _, success):
             evaluation = evaluate(roll_out, prompts, n=c.eval_generations, success=success, greedy=c.eval_greedy)
             require_judged(evaluation.groups)
     return {
@@ -75,13 +75,15 @@ def model_config(model: str, values: Mapping[str, Any]) -> Iterator[tuple[RunCon
 def opened(
     config: RunConfig,
     task: Task,
+    prompts: Sequence[Prompt],
     saved: Mapping[str, str] = MappingProxyType({}),
     report: frozenset[str] = frozenset(),
-) -> Iterator[tuple[Policy, RollOut, Rewarder]]:
-    """Yield policy, roll-out function and rewards, which are closed when the block ends.
+) -> Iterator[tuple[Policy, RollOut, Rewarder, Success]]:
+    """Yield policy, roll-out function, rewards, which are closed when the block ends, and what counts as right.
 
-    `saved`: fingerprints of a run's task and reward functions. `report`: extra values of evaluation rollouts; see
-    `RolloutOptions`. Raises ConfigError where the configuration does not make the same ones, e.g. as they were objects.
+    `prompts`: those that will be rolled out. `saved`: fingerprints of a run's task and reward functions. `report`:
+    extra values of evaluation rollouts; see `RolloutOptions`. Raises ConfigError where the configuration does not make
+    the same task and functions, e.g. as they were objects, and where these give no reward.
     """
     resolved = resolve_here(config, alone=True, several_turns=task.max_turns > 1)
     resolved.set_threads()
@@ -89,7 +91,8 @@ def opened(
     policy, engine = build_policy(resolved)
     rewarder = build_rewarder(config, task)
     assert engine is not None
-    runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, rollout_options(config, report=report))
+    evaluating = replace(resolved.rollouts["eval"], report=report)
+    runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, {**resolved.rollouts, "eval": evaluating})
     try:
         sources = (("env", "task", task), ("reward_funcs", "reward functions", rewarder))
         for key, name, source in sources:
@@ -98,7 +101,9 @@ def opened(
                     f"{key}: the configuration of the run does not make its {name} again (they were objects, or files "
                     f"have changed); name them, {key}=..."
                 )
-        yield policy, lambda jobs: run_jobs(runner, jobs), rewarder
+        check_rewards(task, prompts[0], rewarder)
+        success = build_success(config, task, rewarder.aliases, config.reward_weights)
+        yield policy, lambda jobs: run_jobs(runner, jobs), rewarder, success
     finally:
         rewarder.close()
         close_engine(engine)

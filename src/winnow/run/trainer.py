@@ -30,7 +30,7 @@ from ..record.ledger_file import LedgerError
 from ..record.records import LEDGER, RunDirectoryError, lock
 from ..record.resume_keys import resumed_config
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError, memory_errors
-from . import checkpoint, serve
+from . import checkpoint
 from .build import build, build_rewarder, require_held_out
 from .callbacks import CallbackArguments, Callbacks, TrainerState
 from .checkpoint import refuse_used_directory
@@ -56,6 +56,14 @@ class Trainer:
 
     console: Console
     """Console for progress; nothing is shown unless it is set."""
+    state: TrainerState
+    """Progress of the run."""
+    args: CallbackArguments
+    """The configuration, also under TRL's names."""
+    callback_handler: Callbacks
+    """The run's callbacks, in `callbacks`."""
+    processing_class: Any
+    """The tokenizer, under TRL's name."""
 
     def __init__(
         self,
@@ -98,7 +106,7 @@ class Trainer:
         self._begun_at = time.monotonic()
         self.console = Console(quiet=True)
         self.run_dir = Path(config.output_dir).absolute()  # the working directory may change
-        self._resumed, self._rewards = resume, given.reward_list
+        self._resumed, self._rewards = resume, given.reward_funcs
         self._session: Session | None = None
         self._stop_requested = self._ended = False
         torch.manual_seed(config.seed)
@@ -109,24 +117,15 @@ class Trainer:
                 refuse_used_directory(self.run_dir)
             with memory_errors("before the first step"):
                 task, resolved = given.prepare(config, resumed=resume)
-                entry = serve.__name__
-                self._parts = parts = build(resolved, task, given, self._checkpoint, resumed=resume, entry=entry)
-            self.config = parts.config
-            try:
-                self._callbacks = Callbacks(callbacks, self.config, len(parts.task.train))
-            except BaseException:
-                parts.close()
-                raise
+                self.callback_handler = handler = Callbacks(callbacks, resolved.config, len(task.train))
+                self._parts = parts = build(resolved, task, given, self._checkpoint, resumed=resume)
         except BaseException:
             if self._held is not None:
                 self._held.close()
             raise
-        self.resolved, self.task, self.tokenizer, self.engine = (
-            parts.resolved,
-            parts.task,
-            parts.tokenizer,
-            parts.engine,
-        )
+        self.state, self.args = handler.state, handler.args
+        self.resolved, self.config, self.task, self.engine = resolved, resolved.config, task, parts.engine
+        self.tokenizer = self.processing_class = parts.tokenizer
         self.learner, self.methods = parts.learner, parts.methods
         self.rewarder, self.sampler = parts.rewarder, parts.sampler
 
@@ -146,26 +145,6 @@ class Trainer:
         return newest
 
     @property
-    def state(self) -> TrainerState:
-        """Progress of the run."""
-        return self._callbacks.state
-
-    @property
-    def args(self) -> CallbackArguments:
-        """The configuration, also under TRL's names."""
-        return self._callbacks.args
-
-    @property
-    def callback_handler(self) -> Callbacks:
-        """The run's callbacks, in `callbacks`."""
-        return self._callbacks
-
-    @property
-    def processing_class(self) -> Any:
-        """The tokenizer, under TRL's name."""
-        return self.tokenizer
-
-    @property
     def model(self) -> Any:
         """The model that is trained, wrapped by peft under LoRA; after training with its last weights.
 
@@ -178,15 +157,15 @@ class Trainer:
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback, an object or a class. Raises ConfigError if a run cannot call it."""
-        self._callbacks.add_callback(callback)
+        self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, given as the object or its class, and return it."""
-        return self._callbacks.pop_callback(callback)
+        return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, given as the object or its class."""
-        self._callbacks.remove_callback(callback)
+        self.callback_handler.remove_callback(callback)
 
     def train(self, resume_from_checkpoint: Any = None) -> dict[str, float]:
         """Train to the end, once; return the last evaluation and totals.
@@ -199,7 +178,7 @@ class Trainer:
         def announce() -> None:
             self.console.print("finishing this step, then saving; once more to stop at once", style="yellow")
 
-        with self._running() as session, StopSignals(session.request_stop, announce), heap_frozen():
+        with self._running() as session, StopSignals(self.stop, announce), heap_frozen():
             session.run()
         return self.finish()
 
@@ -259,7 +238,7 @@ class Trainer:
         """Make `train()` save and end after the current step. May be called from another thread."""
         self._stop_requested = True
         if self._session is not None:
-            self._session.request_stop()
+            self._session.stop_requested = True
 
     def finish(self) -> dict[str, float]:
         """End the run now: write `model/` and close the ledger; return the last evaluation and totals."""
@@ -320,7 +299,7 @@ class Trainer:
                 private_directory(self.run_dir)
                 self._held = lock(self.run_dir)
                 refuse_used_directory(self.run_dir)  # again: another run may have come first
-            session = Session(self._parts, self._callbacks, self.console, self._checkpoint, self._begun_at)
+            session = Session(self._parts, self.callback_handler, self.console, self._checkpoint, self._begun_at)
             session.open()
             session.start()
         session.stop_requested = self._stop_requested

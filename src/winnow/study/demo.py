@@ -49,7 +49,7 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
     with lasting_imports():  # seconds: only for settings that are right
         from ..engine.pretrained import PRETRAINED
         from ..engine.pretrained import get as get_model
-        from ..run.inputs import build_demonstrator
+        from ..run.inputs import build_task
         from ..run.trainer import Trainer
         from .report import write_report
         from .warm_start import WarmStartConfig, warm_start
@@ -60,7 +60,7 @@ def run_demo(output: Path, overrides: Sequence[str], console: Console, recipe: s
     elif warm_options is not None and not (model_dir / "config.json").exists():
         console.rule("warm start: a small model learns from generated solutions")
         options = build_options(WarmStartConfig, {"seed": values["seed"]} | warm_options, "warm_start")
-        warm_start(build_demonstrator(config.env), model_dir, config=options)
+        warm_start(build_task(config.env), model_dir, config=options)
     console.rule("reinforcement learning")
     if (run_dir / LEDGER).exists():
         saved, given = read_config(run_dir), changes_of(run_dir, overrides)

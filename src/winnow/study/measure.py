@@ -37,8 +37,7 @@ from ..engine.pretrained import located
 from ..learner.agreement import require_agreement
 from ..learner.rows import Row
 from ..run.budget import GIB
-from ..run.build import build_engine, build_learner, build_policy
-from ..run.build_methods import build_loss
+from ..run.build import build_learner, build_policy
 from ..run.resolve import engine_for_run, resolve_here
 from ..run.resolved import Resolved, sampling_params
 from ..types import Rollout
@@ -133,7 +132,7 @@ def _rollout(request: Request, ids: np.ndarray, logp: np.ndarray) -> Rollout:
 def update(bench: Bench) -> Figures:
     """Time the third of three updates: by then the optimizer has its state and kernels are loaded."""
     _, engine, learner = bench.built
-    loss = build_loss(bench.config, bench.resolved.options)
+    loss = bench.resolved.loss
     release_engine(engine)
 
     def work() -> None:
@@ -149,7 +148,7 @@ def repeats(bench: Bench) -> Figures:
     model, sums = bench.built[2].model, []
     for _ in range(2):
         torch.manual_seed(0)
-        bench.built[2].accumulate(bench.rows, build_loss(bench.config, bench.resolved.options), 0)
+        bench.built[2].accumulate(bench.rows, bench.resolved.loss, 0)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         sums.append([int(gradient.view(torch.int32).sum(dtype=torch.int64)) for gradient in gradients])
         model.zero_grad()
@@ -166,11 +165,11 @@ def vllm(bench: Bench) -> Figures:
     tokenizer, embedded, _ = bench.built
     release_engine(embedded)
     options, c = replace(bench.resolved.options, engine=VllmOptions()), bench.config
-    model = ModelReference(located(c.model), bench.device)
+    model = ModelReference(located(c.model), bench.device, adapters=c.adapters_alone)
 
     def start() -> tuple[Any, float]:
         started = time.perf_counter()
-        return build_engine(engine_for_run(c, options), c, model, tokenizer), time.perf_counter() - started
+        return engine_for_run(c, options).build(model, tokenizer), time.perf_counter() - started
 
     engine, start_s = start()
     figures = _engine(bench, engine, ("vLLM publish", "vLLM generation"))
@@ -216,10 +215,9 @@ def memory(bench: Bench) -> Figures:
     if bench.device.type != "cuda":
         raise SkippedError("PyTorch does not count a CPU's memory")
     tokens = min(int(bench.config.tokens_per_microbatch), _tokens(bench.config))
-    total = torch.cuda.get_device_properties(bench.device).total_memory
     (budget,) = bench.resolved.budgets.values()
     figures = Figures()
-    for phase, parts in replace(budget, memory=total, tokens=tokens).phases().items():
+    for phase, parts in replace(budget, tokens=tokens).phases().items():
         if phase in bench.peak:
             predicted, measured = sum(parts.values()) / GIB, bench.peak[phase] / GIB
             figures[phase] = {"predicted_gib": predicted, "measured_gib": measured}
@@ -264,7 +262,7 @@ def threads(bench: Bench) -> Figures:
     usable = usable_threads()
     if bench.device.type != "cpu" or usable == 1:
         raise SkippedError("there is one core, or the work is done on a GPU")
-    learner, loss = bench.built[2], build_loss(bench.config, bench.resolved.options)
+    learner, loss = bench.built[2], bench.resolved.loss
     rows = bench.rows[: bench.config.num_generations]
 
     def work() -> None:

@@ -30,9 +30,8 @@ from ..methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_
 from ..methods.success import Success
 from ..rollout.evaluate import RollOut, RolloutsFailedError
 from ..rollout.profile import CHUNK, Profiler
-from ..run.build_methods import build_success, differences, meta_path, profile_settings
+from ..run.build_methods import differences, meta_path, profile_settings
 from ..run.inputs import build_task
-from ..run.preflight import check_rewards
 from ..run.standalone import model_config, opened
 from ..types import Prompt
 
@@ -60,9 +59,7 @@ def profile_model(
         config, name, saved = stack.enter_context(model_config(model, values))
         task = build_task(config.env)
         wanted = list(task.train[:prompts])
-        policy, roll_out, rewarder = stack.enter_context(opened(config, task, saved))
-        check_rewards(task, wanted[0], rewarder)
-        success = build_success(config, task, rewarder.aliases, config.reward_weights)
+        policy, roll_out, rewarder, success = stack.enter_context(opened(config, task, wanted, saved))
         success.require()
         key = profile_settings(config, task, rewarder, success) | {  # everything that decides the file's lines
             "weights": weights_digest(policy.model.state_dict()),

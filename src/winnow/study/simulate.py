@@ -145,7 +145,8 @@ class Simulation:
         self.methods = m = build_methods(c, self.options, self.prompts)
         if m.advantage.greedy_baseline:
             raise ConfigError(
-                f"advantage: {c.advantage} needs a greedy rollout a group, which has no pass rate; choose rloo"
+                f"advantage: {self.options.names['advantage'][0]} needs a greedy rollout a group, which has no pass "
+                "rate; choose rloo"
             )
         if any(m.selector.wants_profile(step) for step in range(1, c.max_steps)):
             raise ConfigError("selector: it asks for new pass rates during the run, of which a simulation has none")

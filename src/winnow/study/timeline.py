@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import RunConfig
-from ..run.resolve import require_sync
+from ..run.conflicts import require_sync
 from ..sampler import Processes
 from ..types import Group, Job, Prompt
 from .costs import REUSED, Costs, Shape, Shapes, Work, add

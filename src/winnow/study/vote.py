@@ -18,10 +18,8 @@ from ..methods.gate.arrol.head import FILE, HeadWeights, mean_logp
 from ..methods.intervals import mean_interval, score_interval
 from ..methods.success import Success
 from ..rollout.evaluate import rank_weights, summarize, weighted_vote
-from ..run.build_methods import build_success
 from ..run.checkpoint import STATE
 from ..run.inputs import build_task
-from ..run.preflight import check_rewards
 from ..run.standalone import model_config, opened
 from ..types import Job, Prompt, Rollout, Visit
 
@@ -59,9 +57,7 @@ def vote_model(model: str, values: Mapping[str, Any], weights: Sequence[str]) ->
         kinds = {name: _weigh(name, head) for name in dict.fromkeys(weights)}
         started = time.monotonic()
         report = frozenset({"last_hidden", "raw_logp"})
-        with opened(c, task, saved, report) as (policy, roll_out, rewarder):
-            check_rewards(task, prompts[0], rewarder)
-            success = build_success(c, task, rewarder.aliases, c.reward_weights)
+        with opened(c, task, prompts, saved, report) as (policy, roll_out, _, success):
             success.require()
             if head is not None:
                 _check_size(head, policy.model.config, shown)

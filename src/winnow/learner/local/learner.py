@@ -80,8 +80,8 @@ class LocalLearner(Scorer):
             options.optim,
             self._params,
             ends=[end.weight for end in ends if end is not None],
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
+            betas=(options.adam_beta1, options.adam_beta2),
+            eps=options.adam_epsilon,
             weight_decay=options.weight_decay,
             args=options.optim_args,
         )

@@ -25,9 +25,9 @@ class LearnerOptions:
     optim: str = "adamw_torch_fused"
     optim_args: Mapping[str, Any] = field(default_factory=dict)
     """Optimizer arguments without a key of their own."""
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
     """None: no clipping."""

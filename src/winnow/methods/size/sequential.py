@@ -48,7 +48,7 @@ class Sequential:
         if run.config.gates:
             yield "gates compare the siblings of a group, but here they are rolled out in two parts; use one of the two"
         if run.greedy_baseline:
-            yield f"advantage: {run.config.advantage} needs a greedy rollout a group; use another advantage"
+            yield f"advantage: {run.names['advantage'][0]} needs a greedy rollout a group; use another advantage"
         if self.unbiased and (self.balanced or self.hard_size is not None):
             yield "unbiased supports a single probe only; remove it, or hard_size and balanced"
         c = run.config
