@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,6 +129,7 @@ def test_finished_groups_are_written_together(
     ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     """With whatever is written or read next, at the latest with the first that ends a second later."""
+    monkeypatch.setattr("winnow.record.ledger.WAIT_S", 1e9)
     ledger.visit([visit(i) for i in range(5)], step=0, version=0)
     count = "SELECT (SELECT COUNT(*) FROM outcomes), (SELECT COUNT(*) FROM rollouts)"
     for number in range(3):
@@ -148,6 +150,48 @@ def test_finished_groups_are_written_together(
         ledger.totals()
     assert row(path, count) == ((5, 100) if then == "wait" else (4, 80))
     assert ledger.verify().ok
+
+
+class Interrupted:
+    """A connection whose next commit is followed by Ctrl-C."""
+
+    def __init__(self, db: sqlite3.Connection, *, committed: bool) -> None:
+        self.db, self.committed, self.armed = db, committed, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.db, name)
+
+    def execute(self, statement: str, *values: Any) -> Any:
+        if statement == "COMMIT" and self.armed:
+            self.armed = False
+            if self.committed:
+                self.db.execute(statement)
+            raise KeyboardInterrupt
+        return self.db.execute(statement, *values)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_an_interrupted_commit_books_once(ledger: Ledger, path: Path, *, committed: bool) -> None:
+    ledger.visit([visit(0)], step=0, version=0)
+    ledger.finish(group(0, [Fate.TRAINED]), step=0)
+    ledger._db = Interrupted(ledger._db, committed=committed)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        ledger.totals()
+    ledger.close()
+    with Ledger.open(path) as again:
+        assert again.in_flight() == []
+        assert again.verify().ok
+
+
+def test_two_processes_that_book_one_group(ledger: Ledger, path: Path) -> None:
+    ledger.visit([visit(0)], step=0, version=0)
+    with Ledger.open(path) as other:
+        for each in (ledger, other):
+            each.finish(group(0, [Fate.TRAINED]), step=0)
+        ledger.totals()
+        with pytest.raises(LedgerError, match=r"another process has booked .*; let one run use a run directory"):
+            other.totals()
+        other._ended = {table: [] for table in other._ended}
 
 
 def test_what_was_not_written_is_in_flight(ledger: Ledger, path: Path) -> None:

@@ -18,7 +18,7 @@ from .prompt_columns import TOOLS, VALUES, tool_names
 
 _QUESTION: Message = {"role": "user", "content": "?"}
 ONE_BY_ONE = 2048
-"""Tokens up to which sequences are decoded in this thread: a batch waits for threads of its own, and for a core."""
+"""Tokens up to which sequences are decoded one by one: the batch decoder starts threads, which takes longer."""
 
 
 @dataclass(frozen=True)
@@ -228,14 +228,14 @@ def encode_observation(tokenizer: Any, prompt: Prompt, observation: str, sampled
         ) from None
 
 
-def _unsaid(tokenizer: Any) -> set[int | None]:
+def _hidden_ids(tokenizer: Any) -> set[int | None]:
     return {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
 
 
 def decode(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
     """Return the texts of sequences with special tokens such as `<think>`, but without bos, eos and padding."""
-    unsaid = _unsaid(tokenizer)
-    return _decoded(tokenizer, [[token for token in ids.tolist() if token not in unsaid] for ids in sequences])
+    hidden = _hidden_ids(tokenizer)
+    return _decoded(tokenizer, [[token for token in ids.tolist() if token not in hidden] for ids in sequences])
 
 
 class TurnTexts:
@@ -243,7 +243,7 @@ class TurnTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._unsaid = _unsaid(tokenizer)
+        self._hidden = _hidden_ids(tokenizer)
         self._special: dict[int, bool] = {}
         """Whether a token that has ended a turn is a special one."""
 
@@ -254,7 +254,7 @@ class TurnTexts:
             ids = tokens.tolist()
             if reason == "eos" and ids and self._is_special(ids[-1]):
                 ids.pop()
-            shown.append([token for token in ids if token not in self._unsaid])
+            shown.append([token for token in ids if token not in self._hidden])
         return _decoded(self._tokenizer, shown)
 
     def _is_special(self, token: int) -> bool:

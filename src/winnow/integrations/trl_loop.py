@@ -132,11 +132,11 @@ class LoopInTrl:
     def close(self) -> None:
         self._sampler.close()
         if self._collector is not None:
-            self._records.close()
-            self._ledger.close()
             self._collector, self._batch = None, None
             self._trained, self._logs = set(), {}
             self._sampler.forget()
+            self._records.close()
+            self._ledger.close()  # which may raise
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of TRL's holds for a resume, as JSON values: loop, ledger and files up to this step.

@@ -37,11 +37,15 @@ from .ledger_file import (
     Prefix,
     as_json,
     clean,
+    covered,
     damaged,
     damaged_rows,
+    differences,
     insert,
+    insert_stored,
     open_file,
     rollout_row,
+    stored,
     visit_row,
 )
 from .proof import BY_GAP, FAILURES, PROBE, Proof, group_fate, probed, totals, verify
@@ -56,7 +60,7 @@ _ORDER = {
 """Tables in which a resumed and an uninterrupted run must agree in all but wall-clock columns, and their order."""
 _WALL_CLOCK = ("seconds", "time")
 WAIT_S = 1.0
-"""Longest wait of a finished group for others: they are written in one transaction."""
+"""Seconds after which a group that finishes is written at once, with those that wait for it."""
 
 TABLES = tuple(_ORDER)
 
@@ -72,7 +76,7 @@ class Ledger:
         self._open: set[int] = set()
         """Visits known to be in flight."""
         self._ended: dict[str, list[tuple[Any, ...]]] = {"outcomes": [], "rollouts": []}
-        """Rows that are not yet written. Whatever reads or writes takes them along."""
+        """Rows that the next read or write stores first."""
         self._ended_since = 0.0
         self.judge = BY_REWARDS
 
@@ -88,6 +92,7 @@ class Ledger:
         try:
             self._write_ended()
         finally:
+            self._ended = {table: [] for table in self._ended}
             self._db.close()
 
     def __enter__(self) -> Ledger:
@@ -128,9 +133,10 @@ class Ledger:
     def finish(self, group: Group, *, step: int) -> None:
         """Book the fate of a group and of each of its rollouts; `step` is the one that trained it, else the current.
 
-        A killed process may lose those of its last second, whose visits are then in flight. Raises ValueError, and
-        books nothing, on: no rollouts, a rollout without a fate, a duplicate sibling, an unknown or finished visit, a
-        reward that is not finite or that its fate excludes.
+        They are written with the next visits, step or read, and with the first group that finishes over a second later.
+        What a killed process had not written is in flight. Raises ValueError, and books nothing, on: no rollouts, a
+        rollout without a fate, a duplicate sibling, an unknown or finished visit, a reward that is not finite or that
+        its fate excludes.
         """
         number = group.visit.number
         where = f"{self.path}: visit {number}"
@@ -152,8 +158,8 @@ class Ledger:
         now = time.time()
         if not self._ended["outcomes"]:
             self._ended_since = now
-        self._ended["outcomes"].append((number, step, fate, clean(reason), len(rows), mean, kind, now))
-        self._ended["rollouts"] += rows
+        self._ended["outcomes"].append(stored((number, step, fate, clean(reason), len(rows), mean, kind, now)))
+        self._ended["rollouts"] += map(stored, rows)
         if not 0 <= now - self._ended_since < WAIT_S:
             self._write_ended()
 
@@ -215,7 +221,7 @@ class Ledger:
         with self._reading():
             self._refuse_damage()
             prefixes, found = self._up_to(mark)
-        if wrong := _differences(mark, found):
+        if wrong := differences(mark, found):
             raise LedgerError(
                 f"{self.path}: the ledger is not the one this checkpoint was saved with: {'; '.join(wrong)}. "
                 "Resume from another checkpoint, or restore the ledger that belongs to this one."
@@ -283,7 +289,7 @@ class Ledger:
             problems = [
                 f"not the ledger that {name} was saved with: {difference}"
                 for name, mark in (marks or {}).items()
-                for difference in _differences(mark, self._up_to(mark)[1])
+                for difference in differences(mark, self._up_to(mark)[1])
             ]
         return replace(proof, ok=proof.ok and not problems, problems=[*problems, *proof.problems])
 
@@ -304,7 +310,7 @@ class Ledger:
     def _up_to(self, mark: Mapping[str, Any]) -> tuple[dict[str, Prefix], dict[str, dict[str, Any]]]:
         """Return the rows that `mark` covers, and a new mark of those rows."""
         prefixes = {table: Prefix(table) for table in TABLES}
-        return prefixes, {t: prefix.extend(self._db, until=_covered(mark, t)) for t, prefix in prefixes.items()}
+        return prefixes, {t: prefix.extend(self._db, until=covered(mark, t)) for t, prefix in prefixes.items()}
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -325,16 +331,32 @@ class Ledger:
         except sqlite3.OperationalError as error:
             raise LedgerError(f"{self.path}: cannot write: {error}. Is another process using this run?") from error
         try:
-            for table, rows in self._ended.items():
-                insert(self._db, table, rows)
+            self._insert_ended()
             yield self._db
-            self._db.execute("COMMIT")
-            self._ended = {table: [] for table in self._ended}
+            self._commit()
         except sqlite3.OperationalError as error:
             self._undo()
             raise LedgerError(f"{self.path}: cannot write: {error}. Is the disk full or read-only?") from error
         except BaseException:
             self._undo()
+            raise
+
+    def _insert_ended(self) -> None:
+        try:
+            for table, rows in self._ended.items():
+                insert_stored(self._db, table, rows)
+        except sqlite3.IntegrityError as error:
+            raise LedgerError(
+                f"{self.path}: another process has booked what this one did ({error}); let one run use a run directory"
+            ) from error
+
+    def _commit(self) -> None:
+        ended, self._ended = self._ended, {table: [] for table in self._ended}
+        try:
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            if self._db.in_transaction or isinstance(error, sqlite3.Error):  # else an interrupt after the commit
+                self._ended = ended
             raise
 
     def _write_ended(self) -> None:
@@ -372,20 +394,3 @@ def _without_wall_times(row: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _is_wall_time(key: str) -> bool:
     return "second" in key or key.endswith(("_time", "_wait_s"))
-
-
-def _covered(mark: Mapping[str, Any], table: str) -> int:
-    try:
-        return int(mark[table]["last"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise LedgerError(f"not a mark of the ledger: no last row of {table!r} in {dict(mark)!r}.") from error
-
-
-def _differences(mark: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    return [
-        f"{table} has {got['rows']} of the {mark[table].get('rows')} rows"
-        if mark[table].get("rows") != got["rows"]
-        else f"the {got['rows']} rows of {table} have other contents"
-        for table, got in found.items()
-        if dict(mark[table]) != got
-    ]

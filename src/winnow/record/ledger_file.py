@@ -165,7 +165,7 @@ COLUMNS = {
     "restarts": "number, reason, voided, time",
 }
 AT_ONCE = 32
-"""Rows of one statement: with each the interpreter is let go, and has to be waited for while an update runs."""
+"""Rows of one INSERT. Each statement releases the interpreter, and getting it back waits for an update's thread."""
 
 
 @lru_cache
@@ -183,25 +183,31 @@ NUMBERED = {name: "row" for name in COLUMNS if name != "meta"} | {"restarts": "n
 
 def insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
     """Add rows to a table; values are in the order of its columns."""
-    stored = []
-    for row in rows:
+    insert_stored(db, table, [stored(row) for row in rows])
+
+
+def stored(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a row as it is stored, with its checksum."""
+    text = repr(row)
+    if "-0.0" in text:  # SQLite would store -0.0 as 0.0
+        row = tuple(value + 0.0 if isinstance(value, float) else value for value in row)
         text = repr(row)
-        if "-0.0" in text:  # SQLite would store -0.0 as 0.0
-            row = tuple(value + 0.0 if isinstance(value, float) else value for value in row)
-            text = repr(row)
-        stored.append((*row, checksum(text)))
-    whole = len(stored) - len(stored) % AT_ONCE
+    return (*row, checksum(text))
+
+
+def insert_stored(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    whole = len(rows) - len(rows) % AT_ONCE
     for first in range(0, whole, AT_ONCE):
-        db.execute(_insert(table, AT_ONCE), list(chain.from_iterable(stored[first : first + AT_ONCE])))
-    db.executemany(_insert(table, 1), stored[whole:])
+        db.execute(_insert(table, AT_ONCE), list(chain.from_iterable(rows[first : first + AT_ONCE])))
+    db.executemany(_insert(table, 1), rows[whole:])
 
 
-def checksum(row: str) -> int:
+def checksum(text: str) -> int:
     """Return 64 bits over the text of a row, without its number and `void`.
 
     Protects against damage, not forgery: anyone who can write the file can write its checksums.
     """
-    return int.from_bytes(hashlib.blake2b(row.encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def damaged_rows(db: sqlite3.Connection, table: str) -> Iterator[str]:
@@ -254,7 +260,7 @@ def rollout_row(path: Path, visit: int, step: int, r: Rollout) -> tuple[Any, ...
     counts = prompt_tokens, tokens, len(r.token_ids) - tokens - r.abandoned_tokens
     reward = None if r.reward is None else float(r.reward)
     lag = (int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))) if tokens else (None, None)
-    rest = float(r.seconds), r.stop_reason, float(r.survival_p)
+    rest = float(r.seconds), clean(r.stop_reason), float(r.survival_p)
     return visit, r.sibling, step, r.fate.value, clean(r.reason), *counts, reward, as_json(r.rewards), *lag, *rest
 
 
@@ -293,3 +299,20 @@ class Prefix:
             self.last = rows[-1][0]
             self.rows += len(rows)
         return {"last": self.last, "rows": self.rows, "sha256": self._sha.copy().hexdigest()}
+
+
+def covered(mark: Mapping[str, Any], table: str) -> int:
+    try:
+        return int(mark[table]["last"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise LedgerError(f"not a mark of the ledger: no last row of {table!r} in {dict(mark)!r}.") from error
+
+
+def differences(mark: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{table} has {got['rows']} of the {mark[table].get('rows')} rows"
+        if mark[table].get("rows") != got["rows"]
+        else f"the {got['rows']} rows of {table} have other contents"
+        for table, got in found.items()
+        if dict(mark[table]) != got
+    ]

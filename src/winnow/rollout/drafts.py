@@ -10,7 +10,7 @@ WORTH_READING = 0.5
 WORTH_STEPS = 2.0
 """Decode steps that a draft must be expected to save; chosen, not tuned."""
 SLACK = 1e-9
-"""More than rounding of the sum of the chances."""
+"""Bound of the rounding error of a sum of chances."""
 
 
 def likeliest(drafts: Sequence[tuple[int, ...]], readers: int) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from ..types import Prompt
 MAX_LENGTH = 1_024
 """Longest answer considered, in characters."""
 
+_LEADING_ZERO = re.compile(r"(?<![0-9])0[0-9]")
 _EXPRESSION = re.compile(r"[-+*/() \t\r\n0-9]+")
 _WHOLE = "(0|[1-9][0-9]{0,19})"
 _STEP = re.compile(rf"\s*{_WHOLE}\s*([-+*/])\s*{_WHOLE}\s*=\s*{_WHOLE}\s*", re.ASCII)
@@ -48,7 +49,7 @@ def verify(expression: str | None, numbers: Sequence[int], target: int) -> bool:
     if expression is None or len(expression) > MAX_LENGTH:
         return False
     text = expression.translate(_ASCII)
-    if _EXPRESSION.fullmatch(text) is None:
+    if _EXPRESSION.fullmatch(text) is None or _LEADING_ZERO.search(text):
         return False
     try:
         tree = ast.parse(" ".join(text.split()), mode="eval").body

@@ -7,6 +7,7 @@ vLLM imports this module in its workers, if the server is started with
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -72,7 +73,8 @@ class FileTransfer(WeightTransferEngine[ModelFacts, WeightFile]):
             with safe_open(update_info.path, framework="pt") as file:
                 self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
         except Exception as error:
-            finalize_layerwise_reload(self.model, self.model_config)  # the next one must not begin with half of this
+            with suppress(Exception):  # the next one must not begin with half of this
+                finalize_layerwise_reload(self.model, self.model_config)
             if isinstance(error, OSError | SafetensorError):
                 raise ValueError(f"cannot read {update_info.path}: {error}") from None
             raise

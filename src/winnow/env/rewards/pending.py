@@ -34,7 +34,7 @@ class RewardFunction:
     compares: bool | None = False
     """Whether it compares siblings; None: its author does not say."""
     quick: bool = False
-    """Called at once: one of ours that cannot hang or change its arguments, and takes less than to start a thread."""
+    """Called at once: one of ours that cannot hang or change its arguments."""
 
 
 @dataclass(eq=False)

@@ -53,6 +53,8 @@ BUILTIN = {
     "exact": "winnow.env.rewards.simple:exact_answer",
 }
 """Plain name -> reward function."""
+QUICK = ("countdown", "exact")
+"""Those called at once: a thread takes longer."""
 NO_SIGNALS = (
     "it sets a signal handler, as math-verify does, which fails in the thread of a function given as an object, so its "
     "rewards may be wrong; give it by name: 'module:function' or 'path/to/file.py:function'"
@@ -81,8 +83,9 @@ class Rewarder:
     `reward_funcs` are callables, `"module:function"`, `"path/to/file.py:function"`, names in `BUILTIN`, or reward
     models: a directory, a hub name `owner/model`, or a loaded model (see `RewardModel`). Functions given by name run in
     worker processes that are killed after `timeout_s`. Callables and reward models run in a thread of this process
-    (coroutine functions on an event loop), which can be abandoned but not killed. Each function gets its own copy of
-    prompts, completions and columns (see `private`), but the environments themselves. The reward is the weighted sum of
+    (coroutine functions on an event loop), which can be abandoned but not killed; Countdown's and the exact reward are
+    called at once. Each function of a user gets its own copy of prompts, completions and columns (see `private`), but
+    the environments themselves. The reward is the weighted sum of
     the functions' values; None means that a function does not apply. A rollout whose environment has already set a
     reward keeps it. An element of a returned list may be an exception: it fails that rollout alone.
 
@@ -243,7 +246,7 @@ class Rewarder:
         parameters = parameters_of(spec)
         if set(VERL_ARGUMENTS) <= set(parameters):
             return RewardFunction(function_name(spec), weight, {"**": False}, call=spec, arguments=verl_arguments)
-        compares, quick = compares_siblings(spec), _target_of(spec) in BUILTIN.values()
+        compares, quick = compares_siblings(spec), any(spec is load_function(BUILTIN[name]) for name in QUICK)
         return RewardFunction(function_name(spec), weight, parameters, call=spec, compares=compares, quick=quick)
 
     def _by_name(self, target: str, weight: float) -> RewardFunction:
@@ -384,7 +387,3 @@ def _is_async(function: Callable[..., Any]) -> bool:
     while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _target_of(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"

@@ -74,6 +74,7 @@ def check_columns(function: str, accepted: Mapping[str, bool], columns: Collecti
     if missing:
         has = ", ".join(sorted(columns)) or "none"
         hint = did_you_mean(missing[0], [*columns, *SAMPLED])
+        hint += " (a list, one entry a rollout)" if any(f"'{name}'" in hint for name in SAMPLED) else ""
         raise ConfigError(f"reward {function} needs a column '{missing[0]}', but the data has: {has}.{hint}")
 
 
