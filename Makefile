@@ -111,7 +111,6 @@ bench: $(VENV)/.bench ## engine and training step beside their peers; writes ben
 	$(BIN)/python benchmarks/bench.py step --out benchmarks/results/step.json
 	$(BIN)/python benchmarks/bench.py turns --out benchmarks/results/turns.json
 	$(BIN)/python benchmarks/bench.py rows --out benchmarks/results/rows.json
-	$(BIN)/python benchmarks/bench.py private_rows --out benchmarks/results/private_rows.json
 
 # LLM: directory of SmolLM2-135M-Instruct, which `winnow models get smollm2-135m` names.
 bench-llm: $(VENV)/.bench $(SCALE)/.installed ## generation and a step with a pretrained model of 135M parameters beside its peers

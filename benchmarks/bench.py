@@ -26,7 +26,6 @@ BENCHMARKS = {
     "scale_driver": "what a group costs the driver of a cluster",
     "driver_cost": "what a group costs outside the engine, now and before",
     "rows": "a data set of many rows, before the first step",
-    "private_rows": "copies of rows that each rollout and reward function gets",
     "million": "a million rollouts through ledger, report and resume",
     "million_prompts": "selecting among a million prompts",
     "gpu_budget": "memory of runs on GPUs that are not here",
