@@ -53,10 +53,15 @@ def test_a_file_is_opened_once(tmp_path, name, monkeypatch):
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_a_list_is_read_under_either_name(tmp_path, name, mark):
-    (tmp_path / name).write_bytes(mark + b' [{"prompt": "a"},\n {"prompt": "b"}]')
-    assert [prompt.text for prompt in build(tmp_path / name).train] == ["a", "b"]
+def test_a_list_with_a_byte_order_mark(tmp_path, mark):
+    (tmp_path / "a.json").write_bytes(mark + b' [{"prompt": "a"},\n {"prompt": "b"}]')
+    assert [prompt.text for prompt in build(tmp_path / "a.json").train] == ["a", "b"]
+
+
+def test_a_header_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "a.csv").write_bytes("prompt,réponse\na,b\n".encode("cp1252"))
+    with pytest.raises(DataError, match=r"a\.csv: its header perhaps is WINDOWS-1252, not UTF-8"):
+        build(tmp_path / "a.csv")
 
 
 def test_a_column_of_bytes_in_a_csv_file_is_refused(tmp_path):

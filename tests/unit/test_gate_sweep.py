@@ -336,7 +336,9 @@ def test_weights_of_one_change_nothing_and_bad_ones_are_refused(tmp_path: Path) 
     ones = read_recorded(write(tmp_path / "1.csv", [r | {"weight": 1.0} for r in make_rows()]))
     assert "weight" not in ones[10].columns
     assert swept(ones, 0.6) == swept(plain, 0.6)
-    with pytest.raises(ConfigError, match=r"row 1: 'weight': Input should be greater than or equal to 1 \(got 0\.5\)"):
+    with pytest.raises(
+        ConfigError, match=r"row 1: 'weight': Input should be greater than or equal to 1 \(got '0\.5'\)"
+    ):
         read_recorded(write(tmp_path / "x.csv", [r | {"weight": 0.5} for r in make_rows()]))
 
 

@@ -1,7 +1,7 @@
 """Random numbers keyed by their purpose, never by the time they are drawn.
 
 A noise key names one turn of one rollout: (seed, prompt ordinal, epoch, sibling, turn). The j-th token of that turn
-is drawn with `uniform_array(key, j)`, so batching, placement and restarts do not change it. The mixing function
+is drawn with number j of `uniform_array`, so batching, placement and restarts do not change it. The mixing function
 is SplitMix64's finalizer (Steele, Lea, Flood 2014), which passes BigCrush as a counter-based generator.
 """
 

@@ -43,7 +43,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     key: int
-    """64-bit noise key (see `winnow.base.noise`): token j uses `uniform_array(key, j)`, whatever else runs."""
+    """64-bit noise key (see `winnow.base.noise`): token j uses number j of it, whatever else runs."""
     report_at: tuple[int, ...] = ()
     """Ascending counts of sampled tokens at which to report a `Reached` event."""
     keep: bool = False

@@ -86,6 +86,11 @@ def _json(path: Path) -> Iterator[Row]:
         yield Row(f"{path}, entry", number, _object(value, f"{path}, entry {number}"))
 
 
+def _jsonl(path: Path) -> Iterator[Row]:
+    with _open(path) as file:
+        yield from _lines(path, file)
+
+
 def _lines(path: Path, file: BinaryIO) -> Iterator[Row]:
     number = 0
     while line := file.readline(MAX_LINE + 1):
@@ -143,6 +148,8 @@ def _csv(path: Path) -> Iterator[Row]:
             raise _not_utf8(path, "WINDOWS-1252", f"column '{binary[0]}' perhaps ")
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: cannot be read as CSV: {error}") from None
+    except UnicodeDecodeError:
+        raise _not_utf8(path, "WINDOWS-1252", "its header perhaps ") from None
     yield from _batches(path, table.to_batches(BATCH))
 
 
@@ -179,5 +186,5 @@ def _batches(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
             yield Row(f"{path}, row", number, row)
 
 
-FORMATS = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".pq": _parquet}
+FORMATS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".pq": _parquet}
 SUFFIXES = (*FORMATS, ".jsonl.gz", ".json.gz", ".csv.gz")

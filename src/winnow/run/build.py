@@ -130,8 +130,13 @@ class Parts:
         close_engine(self.engine)
 
 
-def build(r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | None, *, resumed: bool) -> Parts:
-    """Build and check every part of a run, with weights from `checkpoint` if given. Raises ConfigError."""
+def build(
+    r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | None, *, resumed: bool, entry: str
+) -> Parts:
+    """Build and check every part of a run, with weights from `checkpoint` if given. Raises ConfigError.
+
+    `entry`: module that sampler processes run.
+    """
     c, own_engines, run_dir = r.config, r.options.own_engines, Path(r.config.output_dir).absolute()
     r.set_threads()
     require_places(r)
@@ -163,7 +168,7 @@ def build(r: Resolved, task: Task, inputs: TrainerInputs, checkpoint: Path | Non
             cores=r.options.cores,
             model_bytes=4 * learner.sizes.total,
             gpu=gpu,
-            entry="winnow.run.serve",
+            entry=entry,
         )
         sampler = r.options.sync.build(context)
         built.callback(sampler.close)

@@ -30,7 +30,7 @@ from ..record.ledger_file import LedgerError
 from ..record.records import LEDGER, RunDirectoryError, lock
 from ..record.resume_keys import resumed_config
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError, memory_errors
-from . import checkpoint
+from . import checkpoint, serve
 from .build import build, build_rewarder, require_held_out
 from .callbacks import CallbackArguments, Callbacks, TrainerState
 from .checkpoint import refuse_used_directory
@@ -118,7 +118,9 @@ class Trainer:
             with memory_errors("before the first step"):
                 task, resolved = given.prepare(config, resumed=resume)
                 self.callback_handler = handler = Callbacks(callbacks, resolved.config, len(task.train))
-                self._parts = parts = build(resolved, task, given, self._checkpoint, resumed=resume)
+                self._parts = parts = build(
+                    resolved, task, given, self._checkpoint, resumed=resume, entry=serve.__name__
+                )
         except BaseException:
             if self._held is not None:
                 self._held.close()

@@ -10,6 +10,7 @@ average below is of those (Horvitz and Thompson 1952). Other columns are ignored
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,10 +143,10 @@ def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) ->
     twice at one K, no rows) and FileNotFoundError.
     """
     path = Path(path)
-    rows = _read(path)
+    names, rows = _read(path)
+    ours = _columns(path, names, mapping or {})
     if not rows:
         raise ConfigError(f"{path}: the table has no rows")
-    ours = _columns(path, list(dict.fromkeys(name for row in rows for name in row)), mapping or {})
     checked = _checked(path, rows, ours)
     columns = {}
     for name in ours:
@@ -160,8 +161,8 @@ def read_recorded(path: str | Path, mapping: Mapping[str, str] | None = None) ->
     return found
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a table, or of that in a run directory."""
+def _read(path: Path) -> tuple[list[str], Sequence[Mapping[str, Any]]]:
+    """Return the names of a table's columns, and its rows."""
     if path.is_dir():
         path = path / GATE
         if not path.is_file():
@@ -170,7 +171,23 @@ def _read(path: Path) -> list[dict[str, Any]]:
             )
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    return [row.values for row in read_file(path)]
+    if path.suffix in (".jsonl", ".parquet", ".pq"):
+        rows = [row.values for row in read_file(path)]
+        return list(dict.fromkeys(name for row in rows for name in row)), rows
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            names = list(reader.fieldnames or ())
+            rows = []
+            for row in reader:
+                if None in row:
+                    raise ConfigError(f"{path}, line {reader.line_num}: {len(row[None])} more cells than columns")
+                rows.append(row)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a CSV, JSONL or Parquet table: {error}") from None
+    if not names:
+        raise ConfigError(f"{path}: the table is empty")
+    return names, rows
 
 
 def _columns(path: Path, there: Sequence[str], mapping: Mapping[str, str]) -> dict[str, str]:
@@ -193,6 +210,9 @@ def _columns(path: Path, there: Sequence[str], mapping: Mapping[str, str]) -> di
             raise ConfigError(f"{path}: there is no column '{name}'.{hint} Name it with --map {name}=COLUMN")
     if not any(name in SIGNALS for name in names):
         raise ConfigError(f"{path}: there is no column of a signal; the signals are {', '.join(SIGNALS)}")
+    for column in set(names.values()):
+        if there.count(column) > 1:
+            raise ConfigError(f"{path}: there are {there.count(column)} columns '{column}'; keep one")
     return names
 
 

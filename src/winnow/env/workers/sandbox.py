@@ -24,7 +24,11 @@ from ...base.child import Child, GroupProcess
 from .bubblewrap import SandboxError, bubblewrapped, slot_user, temporary, util_linux
 from .seccomp import program
 
-LARGEST_VALUE = 1_000_000
+NAMESPACES = (
+    "it needs unprivileged user namespaces: sysctl kernel.unprivileged_userns_clone, "
+    "kernel.apparmor_restrict_unprivileged_userns, user.max_user_namespaces"
+)
+MAX_OPTION = 1_000_000
 """Largest value of an option; beyond it the system's calls for times and limits overflow."""
 
 
@@ -63,8 +67,8 @@ class SandboxOptions:
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "memory_mb", "processes", "disk_mb", "files", "max_output", "slots"):
-            if not 0 < getattr(self, name) <= LARGEST_VALUE:
-                raise ValueError(f"sandbox: {name} must lie in (0, {LARGEST_VALUE:,}], not {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= MAX_OPTION:
+                raise ValueError(f"sandbox: {name} must lie in (0, {MAX_OPTION:,}], not {getattr(self, name)}")
         if self.unsafe and self.python != SandboxOptions.python:
             raise ValueError("sandbox: unsafe programs run in Winnow's own interpreter; remove python, or unsafe")
 
@@ -143,12 +147,8 @@ class Sandbox:
         if self._closed:  # bubblewrap may still have reported its child's exit
             raise SandboxError("the sandbox was closed")
         if not o.unsafe and (status := process.reported("exit-code")) is None:
-            why = stderr.strip()[-300:] or "it was killed"
-            raise SandboxError(
-                f"sandbox: could not be started: {why} (it needs unprivileged user namespaces: sysctl "
-                "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns, "
-                "user.max_user_namespaces)"
-            )
+            why = f"{stderr.strip()[-300:]} ({NAMESPACES})" if stderr.strip() else "it was killed"
+            raise SandboxError(f"sandbox: could not be started: {why}")
         assert status is not None
         return Outcome(stdout, stderr, status if status >= 0 else 128 - status)
 

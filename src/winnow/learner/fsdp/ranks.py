@@ -64,11 +64,13 @@ class Rank:
             self.store = dist.TCPStore(host, port, self.world, is_master=False, timeout=limit)
         dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
 
-    def build(self, sent: list[Any], context: LearnerContext, fsdp_size: int | None, limit_s: float) -> Built:
+    def fetch_and_build(self, sent: list[Any], context: LearnerContext, fsdp_size: int | None, limit_s: float) -> Built:
         """Shard the policy that `sent` refers to; a list keeps Ray from fetching it before the call."""
         import ray
 
-        policy: Policy = ray.get(sent[0], timeout=limit_s)
+        return self.build(ray.get(sent[0], timeout=limit_s), context, fsdp_size)
+
+    def build(self, policy: Policy, context: LearnerContext, fsdp_size: int | None) -> Built:
         device = torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu")
         model, reference = policy.model, policy.reference
         if policy.files is None:
@@ -153,7 +155,7 @@ class Ranks:
         import ray
 
         sent, limit_s = [ray.put(policy)], self.timeout_s + transfer_s(self.size)
-        built: Built = self.all("build", [(sent, context, fsdp_size, limit_s)] * self.world)[0]
+        built: Built = self.all("fetch_and_build", [(sent, context, fsdp_size, limit_s)] * self.world)[0]
         return built
 
     def same(self, name: str, *args: Any) -> list[Any]:

@@ -36,7 +36,7 @@ STALLED_S = 30
 """Seconds without a byte after which a connection is closed."""
 SHARED = "rollouts run at the same time and share os.environ and global clients"
 NO_ADDRESS = (
-    "no such address: there is only /v1/chat/completions. Or its rollout has ended: "
+    "no such address: only /v1/chat/completions is served. If that is the route, its rollout has ended: "
     f"{SHARED}, so give each client its own base_url"
 )
 
@@ -240,9 +240,9 @@ class _Request(BaseHTTPRequestHandler):
             return None
         self.client = client
         if not given.get("stream"):
-            return self._json(200, _completion(answer, streamed=False))
-        event = json.dumps(_completion(answer, streamed=True)).encode()
-        self._send(200, "text/event-stream", b"data: " + event + b"\n\ndata: [DONE]\n\n")
+            return self._json(200, *_completions(answer, streamed=False))
+        events = [*map(json.dumps, _completions(answer, streamed=True)), "[DONE]"]
+        self._send(200, "text/event-stream", "".join(f"data: {event}\n\n" for event in events).encode())
         self.client = None  # it may stop reading
 
     def _warn_of(self, given: dict[str, Any]) -> None:
@@ -291,16 +291,17 @@ def _retried(count: str | None) -> bool | None:
     return None if count is None else count != "0"
 
 
-def _completion(answer: Answer, *, streamed: bool) -> dict[str, Any]:
-    """Return an answer in the form of OpenAI's API: whole, or as the only event of a stream."""
+def _completions(answer: Answer, *, streamed: bool) -> list[dict[str, Any]]:
+    """Return an answer in the form of OpenAI's API, or the two events of its stream: clients end tool calls with the
+    second."""
     message = wire(answer.message)
-    if streamed and "tool_calls" in message:
+    shared = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": MODEL}
+    if not streamed:
+        choice = {"index": 0, "message": message, "finish_reason": answer.reason}
+        return [shared | {"object": "chat.completion", "choices": [choice], "usage": answer.usage}]
+    if "tool_calls" in message:
         message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "object": "chat.completion.chunk" if streamed else "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [{"index": 0, "delta" if streamed else "message": message, "finish_reason": answer.reason}],
-        "usage": answer.usage,
-    }
+    shared["object"] = "chat.completion.chunk"
+    said: dict[str, Any] = {"index": 0, "delta": message, "finish_reason": None}
+    end: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": answer.reason}
+    return [shared | {"choices": [said]}, shared | {"choices": [end], "usage": answer.usage}]

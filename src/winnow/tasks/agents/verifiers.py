@@ -101,7 +101,10 @@ class Tasks(OneTurn):
         held = int(config.test_size if config.test_size >= 1 else config.test_size * len(keys))
         fewest = 1 if config.test_size else 0
         if not fewest <= held < len(keys):
-            raise ValueError(f"verifiers: test_size {config.test_size} would hold out {held} of {len(keys)} tasks")
+            raise ValueError(
+                f"verifiers: test_size {config.test_size} would hold out {held} of {len(keys)} tasks; leave some on "
+                "each side"
+            )
         chosen = set(sorted(keys, key=lambda key: hashlib.sha256(f"{config.seed} {key}".encode()).digest())[:held])
         names = Counter(p.id for p in prompts)
         train: list[Prompt] = []
