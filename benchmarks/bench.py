@@ -15,7 +15,6 @@ BENCHMARKS = {
     "step": "a whole training step against TRL's",
     "engine": "generation against `transformers.generate` and its continuous batching",
     "engine_vllm": "the same against vLLM on the CPU",
-    "update": "an update, of this source tree and of another one",
     "llm_update": "a step of a pretrained model against TRL's: time and memory",
     "llm_generation": "generation with a pretrained model against `generate` and vLLM",
     "llm_demo": "the demo with a pretrained model, several seeds",
