@@ -17,7 +17,6 @@ BENCHMARKS = {
     "engine_vllm": "the same against vLLM on the CPU",
     "llm_update": "a step of a pretrained model against TRL's: time and memory",
     "llm_generation": "generation with a pretrained model against `generate` and vLLM",
-    "llm_demo": "the demo with a pretrained model, several seeds",
     "turns": "keys and values kept between the turns of a rollout",
     "sharing": "what siblings begin with, computed once",
     "histories": "rewritten histories of agents",
