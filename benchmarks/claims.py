@@ -33,6 +33,7 @@ FAMILIES = {
     "stopping": "the mid-trajectory gate in ALFWorld rooms, ARRoL on short and on long answers",
     "lag": "what each method makes of stale samples; samplers in other processes, by result and by the clock",
     "pretrained": "the methods with a pretrained model of 135M parameters",
+    "distillation": "a teacher against rewards on Countdown",
 }
 """Name -> what it tries; the module is `families/NAME.py`."""
 RESULTS = ROOT / "benchmarks" / "results"
@@ -52,10 +53,10 @@ def make_start(start: Start, family: Family, seed: int, work: Path) -> None:
     from winnow.study.warm_start import WarmStartConfig, warm_start
 
     path = start.directory(seed, work)
-    recipe = load_config(ROOT / "recipes" / f"{start.recipe}.yaml", [f"model={path}", f"seed={seed}", "gates=[]"])
+    settings = [f"model={path}", f"seed={seed}", "gates=[]", *start.overrides]
+    recipe = load_config(ROOT / "recipes" / f"{start.recipe}.yaml", settings)
     if not (path / "config.json").exists():
-        settings = {"seed": seed, "threads": 1} | dict(start.settings)
-        warm_start(build_task(recipe.env), path, config=WarmStartConfig(**settings))
+        warm_start(build_task(recipe.env), path, config=WarmStartConfig(seed=seed, threads=1, **start.settings))
     deployed = evaluate_model(str(path), recipe.model_dump() | dict(family.final))
     write_json(path / "claim.json", {"arm": "warm start", "seed": seed, "deployed": deployed})
 
@@ -79,7 +80,8 @@ def train_arm(arm: Arm, family: Family, seed: int, work: Path, changes: Sequence
     from winnow.study.vote import vote_model
 
     run = work / f"{arm.name}-s{seed}"
-    overrides = [*arm.overrides, f"seed={seed}", f"output_dir={run}", "save_steps=100", "save_total_limit=1"]
+    overrides = [override.replace("WORK", str(work)) for override in arm.overrides]
+    overrides += [f"seed={seed}", f"output_dir={run}", "save_steps=100", "save_total_limit=1"]
     if arm.start is not None:
         overrides.append(f"model={arm.start.directory(seed, work)}")
     if arm.profiled:

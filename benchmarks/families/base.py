@@ -25,6 +25,8 @@ class Start:
     name: str = "warm"
     shared: bool = False
     """All seeds start from the model of seed 0."""
+    overrides: tuple[str, ...] = ()
+    """Of the recipe."""
 
     def seed(self, seed: int) -> int:
         return 0 if self.shared else seed
@@ -40,6 +42,7 @@ class Arm:
     name: str
     recipe: str
     overrides: tuple[str, ...] = ()
+    """`WORK` in them is the work directory."""
     start: Start | None = None
     profiled: bool = False
     """Leaves out prompts by their pass rates under the start, which are measured first."""

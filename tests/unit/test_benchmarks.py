@@ -22,7 +22,7 @@ BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = [path.stem for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
 OPTIONAL = {"trl", "datasets", "ray", "vllm", "psutil", "matplotlib"}
 """Packages that a script may need and an environment may not have."""
-FAMILIES = ("tuned", "selection", "stopping", "lag", "pretrained")
+FAMILIES = ("tuned", "selection", "stopping", "lag", "pretrained", "distillation")
 HELP = """
 import contextlib, importlib, io, sys
 for command in sys.argv[1:]:
