@@ -1,39 +1,50 @@
 """The whole training step - generate, reward, update, publish - of Winnow against TRL's GRPOTrainer, side by side.
 
-    python benchmarks/bench.py step --out benchmarks/results/step.json [--quick] [--device cuda]
+    python benchmarks/bench.py step --out benchmarks/results/step.json [--quick]
+    python benchmarks/bench.py llm_update --model DIRECTORY --out benchmarks/results/llm_update.json
 
-Same model, prompts, group size, token budget, learning rate and loss; one update a step; runs alternate in one
-process and every run starts from the same weights. Each side first picks its own threads and matrix precision. Time
-is taken from the end of one step to the end of the next, so everything a user waits for is in it; a run's first step
-is not counted. Two workloads: `short`, the demo's model and prompts; `long_tail`, a model built to end its sequences
-with a hazard that the first sampled token decides, so that neither side is told the lengths.
+Same model, prompts, group size, token budget, learning rate and loss; one update a step; runs alternate, and every run
+starts from the same weights. Time is taken from the end of one step to the end of the next, so everything a user waits
+for is in it; a run's first step is not counted.
+
+`step`: runs in one process, after each side has picked its own threads and matrix precision. Two workloads: `short`,
+the demo's model and prompts; `long_tail`, a model built to end its sequences with a hazard that the first sampled token
+decides, so that neither side is told the lengths.
+
+`llm_update`: SmolLM2-135M-Instruct, each run in a process of its own, whose peak memory is taken. Two workloads:
+`equal`, completions of 64 tokens, one of four groups with equal rewards; `long_tail`, of up to 256, where the model
+ends them, all groups with a signal. The update's share of the machine's matrix rate, the highest of all runs, counts
+multiply-adds that the loss needs: prompts once a group, recomputed ones not at all, groups without a signal neither.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
+import resource
 import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from harness import in_turn, machine, spread, write_json
+from harness import in_a_process, in_turn, machine, matmul_rate, spread, write_json
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     PrinterCallback,
     TrainerCallback,
 )
-from workloads import Workload, long_tail_workload, short_workload
+from workloads import Workload, chat_workload, long_tail_workload, short_workload
 
 from winnow.run.trainer import Trainer
 
@@ -52,7 +63,6 @@ class Setting:
     tokens_per_microbatch: int | str = 16_384
     dtype: str = "float32"
     """Of forward and backward pass (under autocast), and of generation."""
-    gradient_checkpointing: bool = False
 
 
 @dataclass
@@ -62,7 +72,7 @@ class Run:
     step_seconds: list[float]
     lengths: list[int]
     zero_variance: list[bool]
-    phases: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float]
     """Mean seconds of a step."""
 
     @property
@@ -82,7 +92,7 @@ class Run:
                 "p90": float(np.quantile(self.lengths, 0.9)),
                 "max": max(self.lengths),
             },
-            **({"phases": self.phases} if self.phases else {}),
+            "phases": self.phases,
         }
 
 
@@ -128,7 +138,7 @@ class Marks(TrainerCallback):
             self.phases.append({k: v for k, v in state.log_history[-1].items() if k.startswith("seconds/")})
 
 
-def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
+def run_winnow(w: Workload, setting: Setting, steps: int) -> Run:
     judge = Judge(w)
     with tempfile.TemporaryDirectory() as directory:
         clock = Marks()
@@ -139,12 +149,12 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
             processing_class=PreTrainedTokenizerFast.from_pretrained(w.model_dir),
             config={
                 "output_dir": f"{directory}/run",
-                "device": device,
+                "device": "cpu",
                 "threads": setting.threads,
                 "matmul_precision": setting.matmul_precision,
                 "dtype": setting.dtype,
                 "engine": {"name": "local", "dtype": setting.dtype},
-                "gradient_checkpointing": setting.gradient_checkpointing,
+                "gradient_checkpointing": False,
                 "tokens_per_microbatch": setting.tokens_per_microbatch,
                 "max_steps": steps + 1,
                 "prompts_per_step": w.prompts_per_step,
@@ -163,23 +173,16 @@ def run_winnow(w: Workload, setting: Setting, steps: int, device: str) -> Run:
     return judge.run(clock.marks, phases)
 
 
-def quiet_trl(output_dir: str, device: str, **settings: Any) -> Any:
-    """TRL's arguments for a run of which only steps are of interest."""
+def quiet_trl(output_dir: str, **settings: Any) -> Any:
+    """TRL's arguments for a run of which only steps are of interest. It would recompute layers unless told not to."""
     from trl import GRPOConfig
 
-    return GRPOConfig(
-        output_dir=output_dir,
-        lr_scheduler_type="constant",
-        use_cpu=device == "cpu",
-        report_to="none",
-        logging_strategy="no",
-        save_strategy="no",
-        disable_tqdm=True,
-        **settings,
-    )
+    silent = {"report_to": "none", "logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True}
+    same = {"lr_scheduler_type": "constant", "use_cpu": True, "gradient_checkpointing": False}
+    return GRPOConfig(output_dir=output_dir, **silent, **same, **settings)
 
 
-def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
+def run_trl(w: Workload, setting: Setting, steps: int) -> Run:
     from datasets import Dataset
     from trl import GRPOTrainer
 
@@ -200,7 +203,6 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
         with tempfile.TemporaryDirectory() as directory:
             config = quiet_trl(
                 directory,
-                device,
                 per_device_train_batch_size=rows,
                 gradient_accumulation_steps=w.rollouts // rows,
                 num_generations=w.num_generations,
@@ -210,7 +212,6 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
                 beta=0.0,
                 shuffle_dataset=False,
                 bf16=setting.dtype == "bfloat16",
-                gradient_checkpointing=setting.gradient_checkpointing,
             )
             trainer = Timed(
                 model=AutoModelForCausalLM.from_pretrained(w.model_dir, dtype=torch.float32),
@@ -229,63 +230,137 @@ def run_trl(w: Workload, setting: Setting, steps: int, device: str) -> Run:
     return judge.run(clock.marks, phases)
 
 
-SIDES: dict[str, Callable[[Workload, Setting, int, str], Run]] = {"winnow": run_winnow, "trl": run_trl}
+SIDES: dict[str, Callable[[Workload, Setting, int], Run]] = {"winnow": run_winnow, "trl": run_trl}
 
 
-def calibrate(w: Workload, device: str, threads: Sequence[int]) -> tuple[dict[str, Setting], dict[str, Any]]:
+def calibrate(w: Workload, threads: Sequence[int]) -> tuple[dict[str, Setting], dict[str, Any]]:
     """The fastest setting of each side on a smaller version of the workload, and all that was tried."""
     small = replace(w, prompts_per_step=min(w.prompts_per_step, 16))
     chosen, tried = {}, {}
     for side, run in SIDES.items():
         rows = (64, 256) if side == "trl" else (256,)
         settings = [Setting(t, p, r) for t in threads for p in ("highest", "medium") for r in rows]
-        seconds = {s: run(small, s, 1, device).seconds for s in settings}
+        seconds = {s: run(small, s, 1).seconds for s in settings}
         chosen[side] = min(seconds, key=lambda s: seconds[s])
         tried[side] = [asdict(s) | {"step_seconds": round(t, 4)} for s, t in seconds.items()]
         print(f"{w.name}: {side} runs best with {chosen[side]}", flush=True)
     return chosen, tried
 
 
-def measure(w: Workload, repeats: int, steps: int, device: str, threads: Sequence[int]) -> dict[str, Any]:
-    chosen, tried = calibrate(w, device, threads)
-    sides = {side: partial(run, w, chosen[side], steps, device) for side, run in SIDES.items()}
-    rounds = in_turn(sides, repeats)
-    summaries = [{side: run.summary() for side, run in runs.items()} for runs in rounds]
+def measure(
+    name: str, settings: dict[str, Setting], run: Callable[[str, Setting], dict[str, Any]], repeats: int
+) -> dict[str, Any]:
+    """Both sides in turn; a run of a side returns its summary."""
+    rounds = in_turn({side: partial(run, side, settings[side]) for side in SIDES}, repeats)
+    pairs = [(found["winnow"], found["trl"]) for found in rounds]
+    seconds = [(statistics.mean(a["step_seconds"]), statistics.mean(b["step_seconds"])) for a, b in pairs]
     result = {
-        "workload": asdict(w) | {"model_dir": w.name, "prompts": len(w.prompts), "rollouts": w.rollouts},
-        "settings": {side: asdict(setting) for side, setting in chosen.items()},
-        "calibration": tried,
-        "runs": summaries,
-        "ratio": spread(run["trl"].seconds / run["winnow"].seconds for run in rounds),
-        "ratio_of_tokens_per_second": spread(
-            run["winnow"]["tokens_per_second"] / run["trl"]["tokens_per_second"] for run in summaries
-        ),
+        "workload": name,
+        "settings": {side: asdict(setting) for side, setting in settings.items()},
+        "runs": rounds,
+        "step_times_faster": spread(b / a for a, b in seconds),
+        "tokens_per_second_ratio": spread(a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs),
+        "update_times_faster": spread(b["phases"]["update"] / a["phases"]["update"] for a, b in pairs),
     }
-    print(f"{w.name}: TRL takes so many times as long: {result['ratio']}", flush=True)
+    print(f"{name}: TRL takes so many times as long: {result['step_times_faster']}", flush=True)
     return result
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--quick", action="store_true", help="a check that it works, in a few minutes")
-    parser.add_argument(
-        "--threads", type=int, nargs="+", help="thread counts to choose from; 1 and all cores by default"
+def measure_small(w: Workload, repeats: int, steps: int, threads: Sequence[int]) -> dict[str, Any]:
+    chosen, tried = calibrate(w, threads)
+    found = measure(w.name, chosen, lambda side, setting: SIDES[side](w, setting, steps).summary(), repeats)
+    return found | {"calibration": tried, "prompts_per_step": w.prompts_per_step, "group": w.num_generations}
+
+
+def pretrained_settings(dtype: str) -> dict[str, Setting]:
+    """Winnow as it chooses by itself; TRL with its own number of rows."""
+    threads = len(os.sched_getaffinity(0))
+    return {
+        "winnow": Setting(threads, "highest", tokens_per_microbatch="auto", dtype=dtype),
+        "trl": Setting(threads, "highest", rows_per_microbatch=8, dtype=dtype),
+    }
+
+
+def run_pretrained(model: Path, name: str, side: str, dtype: str) -> dict[str, Any]:
+    """Of one side, in this process; call it in a fresh one."""
+    setting, long_tail = pretrained_settings(dtype)[side], name == "long_tail"
+    with tempfile.TemporaryDirectory() as directory:
+        w = chat_workload(Path(directory), model, long_tail=long_tail, prompts_per_step=2 if long_tail else 4)
+        torch.set_num_threads(setting.threads)
+        rate = matmul_rate(getattr(torch, dtype))
+        run = SIDES[side](w, setting, 1)
+        assert long_tail or set(run.lengths) == {w.max_completion_length}, "a side has ended texts"
+        needed = flops(w, run.lengths, run.zero_variance)
+    return run.summary() | {
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "update_flops_per_second": needed / run.phases["update"],
+        "matmul_rate": rate,
+    }
+
+
+def flops(w: Workload, lengths: list[int], equal: list[bool]) -> float:
+    """Of forward and backward passes over the groups with a signal."""
+    c, tokenizer = AutoConfig.from_pretrained(w.model_dir), PreTrainedTokenizerFast.from_pretrained(w.model_dir)
+    prompt = len(tokenizer(w.prompts[0])["input_ids"])
+    kv = c.num_key_value_heads * c.head_dim
+    layer = 2 * c.hidden_size * (c.hidden_size + kv) + 3 * c.hidden_size * c.intermediate_size
+    total = 0.0
+    for number, same in enumerate(equal):
+        if same:
+            continue
+        total += c.num_hidden_layers * prompt * (layer + c.hidden_size * prompt)
+        for n in lengths[number * w.num_generations : (number + 1) * w.num_generations]:
+            attention = 2 * c.hidden_size * (prompt + n / 2)
+            total += n * (c.num_hidden_layers * (layer + attention) + c.hidden_size * c.vocab_size)
+    return 6 * total
+
+
+def measure_pretrained(name: str, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
+    def run(side: str, setting: Setting) -> dict[str, Any]:
+        return in_a_process("llm_update", "--model", str(options.model), "--dtype", dtype, "--one", name, side)
+
+    found = measure(name, pretrained_settings(dtype), run, options.repeats)
+    ours, theirs = ([pair[side] for pair in found["runs"]] for side in ("winnow", "trl"))
+    rate = max(one["matmul_rate"] for one in (*ours, *theirs))
+    return (
+        {"dtype": dtype}
+        | found
+        | {
+            "peak_memory_ratio": spread(a["peak_mib"] / b["peak_mib"] for a, b in zip(ours, theirs, strict=True)),
+            "update_share_of_matmul_rate": spread(a["update_flops_per_second"] / rate for a in ours),
+        }
     )
-    parser.add_argument("--only", choices=["short", "long_tail"])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    if parser.get_default("benchmark") == "step":
+        parser.add_argument("--quick", action="store_true", help="smaller steps, two repeats: a few minutes")
+        parser.add_argument("--threads", type=int, nargs="+", help="to choose from; by default 1 and all cores")
+        return
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16", "float32"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--one", nargs=2, metavar=("WORKLOAD", "SIDE"), help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> None:
-    quick, device = options.quick, options.device
-    threads = options.threads or sorted({1, len(os.sched_getaffinity(0))})
-    results: dict[str, Any] = {"machine": machine(device, "trl", "accelerate"), "quick": quick, "workloads": []}
-    with tempfile.TemporaryDirectory() as directory:
-        folder, repeats = Path(directory), 2 if quick else 5
-        for name in [options.only] if options.only else ["short", "long_tail"]:
-            if name == "short":
-                steps = 3 if quick else 10
-                work = short_workload(folder, teaching_steps=30 if quick else 150, prompts_per_step=32)
-            else:
-                steps = 1 if quick else 2
-                work = long_tail_workload(folder, prompts_per_step=16 if quick else 128)
-            results["workloads"].append(measure(work, repeats, steps, device, threads))
+    results: dict[str, Any] = {"machine": machine("cpu", "trl", "accelerate"), "runs": []}
+    if options.benchmark == "step":
+        for found in small_runs(options.quick, options.threads or sorted({1, len(os.sched_getaffinity(0))})):
+            results["runs"].append(found)
+            write_json(options.out, results | {"quick": options.quick})
+    elif options.one:
+        print(json.dumps(run_pretrained(options.model, *options.one, *options.dtype)))
+    else:
+        for dtype, name in itertools.product(options.dtype, ("equal", "long_tail")):
+            results["runs"].append(measure_pretrained(name, dtype, options))
             write_json(options.out, results)
+
+
+def small_runs(quick: bool, threads: Sequence[int]) -> Iterator[dict[str, Any]]:
+    repeats = 2 if quick else 5
+    with tempfile.TemporaryDirectory() as directory:
+        short = short_workload(Path(directory), teaching_steps=30 if quick else 150, prompts_per_step=32)
+        yield measure_small(short, repeats, 3 if quick else 10, threads)
+        long_tail = long_tail_workload(Path(directory), prompts_per_step=16 if quick else 128)
+        yield measure_small(long_tail, repeats, 1 if quick else 2, threads)

@@ -33,7 +33,7 @@ from winnow.record.ledger import Ledger
 from winnow.study.warm_start import WarmStartConfig, warm_start
 from winnow.tasks.countdown import CountdownConfig, countdown_reward
 
-PROMPTS, G = 16, 8
+PROMPTS, G, STEPS, ROUNDS = 16, 8, 2, 3
 ARMS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "greso": {"selector": "greso"},
@@ -52,20 +52,18 @@ def solved(completions: list[str], **columns: Any) -> list[float | None]:
     return countdown_reward(completions, *(columns[name] for name in ("numbers", "target", "style")))
 
 
-def one_run(start: Path, methods: Mapping[str, Any] | None, steps: int) -> dict[str, float]:
+def one_run(start: Path, methods: Mapping[str, Any] | None) -> dict[str, float]:
     """Mean CPU seconds of a step after the first, and rollouts a step; `methods` None: TRL alone."""
     clock, task = Marks(time.process_time), CountdownConfig().build()
     with tempfile.TemporaryDirectory() as out:
         args = quiet_trl(
             out,
-            "cpu",
             per_device_train_batch_size=PROMPTS * G,
             num_generations=G,
             max_completion_length=24,
             learning_rate=1e-5,
-            max_steps=steps + 1,
+            max_steps=STEPS + 1,
             bf16=False,
-            gradient_checkpointing=False,
         )
         side: Any = GRPOTrainer if methods is None else WinnowGRPOTrainer
         trainer = side(
@@ -79,19 +77,13 @@ def one_run(start: Path, methods: Mapping[str, Any] | None, steps: int) -> dict[
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-        found = {"seconds": (clock.marks[-1] - clock.marks[0]) / steps, "sampled": PROMPTS * G, "trained": PROMPTS * G}
+        found = {"seconds": (clock.marks[-1] - clock.marks[0]) / STEPS, "sampled": PROMPTS * G, "trained": PROMPTS * G}
         if methods is not None:
             lines = [json.loads(x) for x in (Path(out) / "winnow" / "metrics.jsonl").read_text().splitlines()][1:]
             found["sampled"] = statistics.mean(line["rollouts/sampled"] for line in lines)
             with Ledger.open(Path(out) / "winnow" / "ledger.sqlite", read_only=True) as ledger:
-                found["trained"] = ledger.totals()["trained"]["rollouts"] / (steps + 1)
+                found["trained"] = ledger.totals()["trained"]["rollouts"] / (STEPS + 1)
     return found
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=list(ARMS), default=list(ARMS))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -101,14 +93,10 @@ def run(options: argparse.Namespace) -> None:
         start = Path(work) / "start"
         warm_start(CountdownConfig().build(), start, config=WarmStartConfig(max_steps=270, threads=1))
         result: dict[str, Any] = {"machine": machine("cpu", "trl"), "prompts": PROMPTS, "group": G, "arms": {}}
-        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
-        for _ in range(options.rounds):
-            for name in options.only:
-                sides = {"alone": partial(one_run, start, None, options.steps)}
-                sides["winnow"] = partial(one_run, start, ARMS[name], options.steps)
-                (found,) = in_turn(sides, 1)
-                rounds[name].append(found)
-                ratios = [r["winnow"]["seconds"] / r["alone"]["seconds"] for r in rounds[name]]
-                result["arms"][name] = {"ratio": spread(ratios), "rounds": rounds[name]}
-                write_json(options.out, result)
-                print(name, {k: round(v, 2) for k, v in result["arms"][name]["ratio"].items()}, flush=True)
+        for name, methods in ARMS.items():
+            sides = {"alone": partial(one_run, start, None), "winnow": partial(one_run, start, methods)}
+            rounds = in_turn(sides, ROUNDS)
+            ratio = spread(found["winnow"]["seconds"] / found["alone"]["seconds"] for found in rounds)
+            result["arms"][name] = {"ratio": ratio, "rounds": rounds}
+            write_json(options.out, result)
+            print(name, {k: round(v, 2) for k, v in ratio.items()}, flush=True)
