@@ -29,7 +29,7 @@ BENCHMARKS = {
     "gpu_budget": "memory of runs on GPUs that are not here",
 }
 """Name -> what it measures. Its module has `run(options)`, and `add_options(parser)` if it has any of its own."""
-MODULES = {"engine_vllm": "engine", "turns": "engine", "llm_update": "step"}
+MODULES = {"engine_vllm": "engine", "turns": "engine", "llm_update": "step", "million_prompts": "rows"}
 """Of those whose module has another name; `options.benchmark` says which was asked for."""
 
 

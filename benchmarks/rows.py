@@ -1,6 +1,10 @@
-"""What a data set of many rows takes before its first step: processor seconds and memory, by rows and kind of file.
+"""What many rows of data take.
 
 python benchmarks/bench.py rows --out benchmarks/results/rows.json
+python benchmarks/bench.py million_prompts --out benchmarks/results/million_prompts.json
+
+`rows`: processor seconds and memory before the first step, by rows and kind of file. `million_prompts`: how long
+selectors take to choose a batch among a million prompts, all visited before.
 """
 
 from __future__ import annotations
@@ -14,16 +18,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import in_a_process, machine, write_json
+import numpy as np
+from harness import in_a_process, machine, spread, write_json
 
 from winnow.base.machine import resident_mib
 from winnow.env.dataset import DatasetConfig
+from winnow.methods.select import SELECTORS
 from winnow.methods.select.greso import Greso
+from winnow.types import Prompt
 
 SIZES = (100_000, 1_000_000)
 FORMS = ("jsonl", "parquet", "python")
 READ = 10_000
 """Prompts read at random places."""
+PROMPTS, BATCH, REPEATS = 1_000_000, 256, 20
 
 
 def rows(n: int) -> Iterator[dict[str, Any]]:
@@ -80,8 +88,27 @@ def measured(form: str, n: int, folder: Path) -> dict[str, Any]:
     return {"form": form, "rows": n, "file_mib": size} | in_a_process("rows", "--start", form, str(path), str(n))
 
 
+def visited(name: str, prompts: list[Prompt]) -> Any:
+    """A selector that has seen every prompt once: a third each never, half and always solved."""
+    selector: Any = SELECTORS[name]().build(prompts, 0)
+    right_N = np.array([0, 4, 8], np.float32)[np.arange(PROMPTS) % 3]
+    if name == "bayes":
+        selector.posteriors.a_N, selector.posteriors.b_N = right_N + 0.3, 8.9 - right_N
+    elif name == "thompson":
+        selector.right_N, selector.wrong_N = right_N, 8 - right_N
+    elif name == "greso":
+        selector.z_N[right_N != 4], selector.kind_N[right_N == 8] = 1, 1
+        selector.kind_N[right_N == 0] = 2
+    return selector
+
+
+def milliseconds(selector: Any) -> float:
+    started = time.perf_counter()
+    selector.select(BATCH)
+    return 1e3 * (time.perf_counter() - started)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--start", nargs=3, help=argparse.SUPPRESS)
 
 
@@ -90,10 +117,16 @@ def run(options: argparse.Namespace) -> None:
         form, path, n = options.start
         print(json.dumps(start(form, path, int(n))))
         return
-    table: dict[str, Any] = {"machine": machine("cpu", "pyarrow"), "starts": []}
-    with tempfile.TemporaryDirectory() as folder:
-        for n in options.sizes:
-            for form in FORMS:
-                table["starts"].append(measured(form, n, Path(folder)))
-                print(json.dumps(table["starts"][-1]), flush=True)
+    table: dict[str, Any] = {"machine": machine("cpu", "pyarrow")}
+    if options.benchmark == "million_prompts":
+        prompts = [Prompt(f"p{i}", i, text="") for i in range(PROMPTS)]
+        selectors = {name: visited(name, prompts) for name in ("uniform", "greso", "bayes", "thompson")}
+        table["milliseconds"] = {
+            name: spread(milliseconds(selector) for _ in range(REPEATS)) for name, selector in selectors.items()
+        }
+        print(json.dumps(table["milliseconds"]))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            table["starts"] = [measured(form, n, Path(folder)) for n in SIZES for form in FORMS]
+        print("\n".join(map(json.dumps, table["starts"])))
     write_json(options.out, table)
