@@ -34,8 +34,8 @@ ARMS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "template": (example.whole, DROPS, {"context_length": None, "history": "template"}),
     "compaction": (example.compacting, example.TEMPLATE, {}),
 }
-LAST = 10
-"""Steps whose mean reward is the accuracy."""
+STEPS, LAST = 100, 10
+"""Of a run, and those at its end whose mean reward is the accuracy."""
 LETTER = "Here is a letter that I got today. " + "It says that the weather is fine and that all are well. " * 4
 CHAT: dict[str, Any] = {
     "prompts_per_step": 2,
@@ -83,12 +83,12 @@ def run_chat(model: str, arm: str, seed: int, folder: Path) -> list[dict[str, An
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def measured(model: str | None, arm: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
+def measured(model: str | None, arm: str, seed: int, folder: Path) -> dict[str, float]:
     started = time.monotonic()
     if model is None:
         agent, template, settings = ARMS[arm]
         made = example.make_model(folder / "model", template)
-        rows = example.train(made, agent, folder / "run", max_steps=steps, seed=seed, **settings)
+        rows = example.train(made, agent, folder / "run", max_steps=STEPS, seed=seed, **settings)
     else:
         rows = run_chat(model, arm, seed, folder)
     seconds = time.monotonic() - started
@@ -108,7 +108,6 @@ def measured(model: str | None, arm: str, seed: int, steps: int, folder: Path) -
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model")
 
@@ -120,9 +119,9 @@ def run(options: argparse.Namespace) -> None:
             if f"{arm} {seed}" in found["runs"]:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                found["runs"][f"{arm} {seed}"] = measured(options.model, arm, seed, options.steps, Path(folder))
+                found["runs"][f"{arm} {seed}"] = measured(options.model, arm, seed, Path(folder))
             runs = {name: [v for k, v in found["runs"].items() if k.startswith(f"{name} ")] for name in ARMS}
             found["arms"] = {name: spreads(rows) for name, rows in runs.items() if rows}
-            found |= {"machine": machine("cpu", "torch", "transformers"), "steps": options.steps}
+            found |= {"machine": machine("cpu", "torch", "transformers"), "steps": STEPS}
             write_json(options.out, found)
             print(arm, seed, found["runs"][f"{arm} {seed}"], flush=True)

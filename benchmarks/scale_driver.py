@@ -49,6 +49,8 @@ from winnow.types import Group, Prompt, Rollout, Turn, Visit
 
 Kind = Literal["pipe", "ray"]
 SIBLINGS, SHORTEST, LONGEST, PROMPT_TOKENS, VOCABULARY = 8, 64, 256, 100, 32_000
+GROUPS, REPEATS = 1_000, 3
+"""Groups that are measured, at least; repeats of cells with less than 10^5 groups in flight."""
 GROUPS_A_STEP = 1_000
 """At most, and a tenth of what is in flight: `max_lag` is what that needs."""
 PROMPTS = [Prompt(f"p{i}", i, text="p") for i in range(100_000)]
@@ -63,13 +65,13 @@ CELLS = [
 PARTS = ("transport", "decode", "pool", "ledger", "loop")
 
 
-def recorded(version: int, seed: int, shortest: int = SHORTEST, longest: int = LONGEST) -> Group:
+def recorded(version: int, seed: int) -> Group:
     """A finished group; that of seed 0 has equal rewards."""
     rng = np.random.default_rng(seed)
     prompt_ids = tuple(rng.integers(0, VOCABULARY, PROMPT_TOKENS).tolist())
     rollouts = []
     for sibling in range(SIBLINGS):
-        n = int(rng.integers(shortest, longest + 1))
+        n = int(rng.integers(SHORTEST, LONGEST + 1))
         text = " ".join(f"{word:04x}" for word in rng.integers(0, 1 << 16, n))
         logp = -rng.exponential(0.5, n).astype(np.float32)
         arrays = rng.integers(0, VOCABULARY, n), np.ones(n, bool), logp, np.full(n, version, np.int32)
@@ -208,7 +210,7 @@ def collector_of(
     return collector, sampler
 
 
-def measure(kind: Kind, samplers: int, in_flight: int, polled: int, groups: int) -> dict[str, Any]:
+def measure(kind: Kind, samplers: int, in_flight: int, polled: int) -> dict[str, Any]:
     """Microseconds of a group by part, in the middle of a run: after the pipeline is full, over whole steps."""
     with tempfile.TemporaryDirectory() as directory:
         shares = Shares()
@@ -231,7 +233,7 @@ def measure(kind: Kind, samplers: int, in_flight: int, polled: int, groups: int)
         shares.seconds.clear()
         started = time.perf_counter()
         with heap_frozen():  # as in a run
-            while _finished(collector.ledger) - before < groups:
+            while _finished(collector.ledger) - before < GROUPS:
                 one_step()
         shares.book()
         wall = time.perf_counter() - started
@@ -263,8 +265,6 @@ def driver_table(cells: list[dict[str, Any]]) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--docs", type=Path, help="Markdown file whose table is replaced")
-    parser.add_argument("--groups", type=int, default=1_000, help="that are measured, at least")
-    parser.add_argument("--repeats", type=int, default=3, help="of cells with less than 10^5 groups in flight")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -272,9 +272,9 @@ def run(options: argparse.Namespace) -> None:
     for samplers, in_flight, polled in CELLS:
         cell: dict[str, Any] = {"in_flight": in_flight, "samplers": samplers, "polled": polled, "pipe": [], "ray": []}
         results["cells"].append(cell)
-        for _ in range(options.repeats if in_flight < 100_000 else 1):
+        for _ in range(REPEATS if in_flight < 100_000 else 1):
             for kind in SENT if in_flight < 100_000 else SENT[1:]:
-                cell[kind].append(measure(kind, samplers, in_flight, polled, options.groups))
+                cell[kind].append(measure(kind, samplers, in_flight, polled))
                 print(samplers, in_flight, polled, kind, cell[kind][-1], flush=True)
                 write_json(options.out, results)
     if options.docs:
