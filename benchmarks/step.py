@@ -173,17 +173,31 @@ def run_winnow(w: Workload, setting: Setting, steps: int) -> Run:
     return judge.run(clock.marks, phases)
 
 
-def quiet_trl(output_dir: str, **settings: Any) -> Any:
-    """TRL's arguments for a run of which only steps are of interest. It would recompute layers unless told not to."""
+def train_by_trl(trainer_class: Any, model: Path, rows: list[Any], reward: Any, clock: Marks, **settings: Any) -> None:
+    """A run of TRL's of which only steps are of interest. TRL would recompute layers unless told not to.
+
+    `settings`: TRL's arguments; under `methods` more of the trainer's own.
+    """
+    from datasets import Dataset
     from trl import GRPOConfig
 
+    methods = settings.pop("methods", {})
     silent = {"report_to": "none", "logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True}
     same = {"lr_scheduler_type": "constant", "use_cpu": True, "gradient_checkpointing": False}
-    return GRPOConfig(output_dir=output_dir, **silent, **same, **settings)
+    trainer = trainer_class(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        reward_funcs=reward,
+        args=GRPOConfig(**silent, **same, **settings),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(model),
+        callbacks=[clock],
+        **methods,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
 
 
 def run_trl(w: Workload, setting: Setting, steps: int) -> Run:
-    from datasets import Dataset
     from trl import GRPOTrainer
 
     torch.set_num_threads(setting.threads)
@@ -201,28 +215,22 @@ def run_trl(w: Workload, setting: Setting, steps: int) -> Run:
 
     try:
         with tempfile.TemporaryDirectory() as directory:
-            config = quiet_trl(
-                directory,
+            train_by_trl(
+                Timed,
+                w.model_dir,
+                [{"prompt": text} for text in w.prompts],
+                judge.reward,
+                clock,
+                output_dir=directory,
                 per_device_train_batch_size=rows,
                 gradient_accumulation_steps=w.rollouts // rows,
                 num_generations=w.num_generations,
                 max_completion_length=w.max_completion_length,
                 learning_rate=w.learning_rate,
                 max_steps=steps + 1,
-                beta=0.0,
                 shuffle_dataset=False,
                 bf16=setting.dtype == "bfloat16",
             )
-            trainer = Timed(
-                model=AutoModelForCausalLM.from_pretrained(w.model_dir, dtype=torch.float32),
-                reward_funcs=judge.reward,
-                args=config,
-                train_dataset=Dataset.from_list([{"prompt": text} for text in w.prompts]),
-                processing_class=PreTrainedTokenizerFast.from_pretrained(w.model_dir),
-                callbacks=[clock],
-            )
-            trainer.remove_callback(PrinterCallback)
-            trainer.train()
     finally:
         torch.set_float32_matmul_precision("highest")
     steps_seconds = [b - a for a, b in itertools.pairwise([clock.marks[0], *clock.marks])]

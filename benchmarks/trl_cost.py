@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from harness import in_turn, machine, spread, write_json
-from step import Marks, quiet_trl
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback
+from step import Marks, train_by_trl
 from trl import GRPOTrainer
 
 from winnow.integrations.trl import WinnowGRPOTrainer
@@ -56,8 +54,14 @@ def one_run(start: Path, methods: Mapping[str, Any] | None) -> dict[str, float]:
     """Mean CPU seconds of a step after the first, and rollouts a step; `methods` None: TRL alone."""
     clock, task = Marks(time.process_time), CountdownConfig().build()
     with tempfile.TemporaryDirectory() as out:
-        args = quiet_trl(
-            out,
+        train_by_trl(
+            GRPOTrainer if methods is None else WinnowGRPOTrainer,
+            start,
+            [{"prompt": p.text, **p.columns} for p in task.train],
+            solved,
+            clock,
+            methods=methods or {},
+            output_dir=out,
             per_device_train_batch_size=PROMPTS * G,
             num_generations=G,
             max_completion_length=24,
@@ -65,18 +69,6 @@ def one_run(start: Path, methods: Mapping[str, Any] | None) -> dict[str, float]:
             max_steps=STEPS + 1,
             bf16=False,
         )
-        side: Any = GRPOTrainer if methods is None else WinnowGRPOTrainer
-        trainer = side(
-            model=AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32),
-            reward_funcs=solved,
-            args=args,
-            train_dataset=Dataset.from_list([{"prompt": p.text, **p.columns} for p in task.train]),
-            processing_class=PreTrainedTokenizerFast.from_pretrained(start),
-            callbacks=[clock],
-            **methods or {},
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
         found = {"seconds": (clock.marks[-1] - clock.marks[0]) / STEPS, "sampled": PROMPTS * G, "trained": PROMPTS * G}
         if methods is not None:
             lines = [json.loads(x) for x in (Path(out) / "winnow" / "metrics.jsonl").read_text().splitlines()][1:]
