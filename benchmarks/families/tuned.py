@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import tables as t
+from families import selection, stopping
 from families.base import Arm, Family, Start
-from families.stopping import ROOMS
 from runs import Run, summary
+from speedrun.tracks import DAPO as DAPO_REFILL
 from tables import SEEDS, Column, Figures
 
 TUNING = (9, 8)
@@ -66,8 +67,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "greso-reuse-4": (*GRESO, *REUSE),
     "greso-reuse-4-clip": (*GRESO, *REUSE, *CLIP),
     "greso-reuse-4-probe": (*GRESO, *REUSE, *CLIP, *PROBE),
-    "bayes-reuse-4": (*BAYES, *REUSE),
-    "bayes-reuse-4-clip": (*BAYES, *REUSE, *CLIP),
     "bayes-reuse-4-probe": (*BAYES, *REUSE, *CLIP, *PROBE),
     "thrifty": (*BAYES, *SMALL),
     "oracle": (*ORACLE, *SMALL),
@@ -87,10 +86,6 @@ STEPS = {REUSE[0]: 10 / 3, SMALL[0]: 4, MEDIUM[0]: 8 / 3}
 """Change -> how many times as many optimizer steps an arm with it has."""
 LENGTHS = {"dapo-fixed-linear-half": 1 / 2, "thrifty-shared-linear-long": 4 / 3, "thrifty-shared-wide-linear": 3 / 4}
 """Arm -> the factor by which its number of optimizer steps differs from that of others with its changes."""
-DAPO_REFILL = (
-    *("gates=[]", "filter=zero_variance", "num_generations=8", "prompts_per_step=32", "advantage=rloo"),
-    *("policy_loss=plain", "loss_type=sequence_sum", "correction={name: truncate, low: 0.1003, high: 9.974}"),
-)
 
 
 @dataclass(frozen=True)
@@ -108,16 +103,14 @@ class Setting:
 
 
 TASKS = {
-    "countdown": Setting(
-        "countdown-dapo", ("env.train_size=4096",), 1e-4, 300, 25, Start("countdown-uniform", {"max_steps": 270})
-    ),
+    "countdown": Setting("countdown-dapo", ("env.train_size=4096",), 1e-4, 300, 25, selection.START),
     "chain": Setting(
         "chain-sum-arrol",
         (*DAPO_REFILL, "eval_prompts=256", "eval_generations=4"),
         1e-4,
         60,
         5,
-        Start("chain-sum-arrol", {"max_steps": 900, "batch_size": 32}, "warm-chain-sum", shared=True),
+        stopping.STARTS["chain-sum"],
     ),
     "alfworld": Setting(
         "alfworld",
@@ -125,7 +118,7 @@ TASKS = {
         1e-4,
         30,
         3,
-        Start("alfworld", ROOMS.settings, "warm-alfworld", shared=True),
+        Start("alfworld", stopping.ROOMS.settings, "warm-alfworld", shared=True),
     ),
     "smollm2": Setting(
         "arithmetic-smollm2",

@@ -219,11 +219,6 @@ def test_a_track_has_the_held_out_prompts_that_are_evaluated(track: str) -> None
     assert len(build_task(c.env).test) >= c.eval_prompts
 
 
-def test_the_tracks_have_the_base_that_the_claims_measured() -> None:
-    tracks, tuned = module("tracks"), importlib.import_module("families.tuned")
-    assert tracks.DAPO == tuned.DAPO_REFILL
-
-
 def test_every_track_has_a_place_for_its_table_in_the_docs() -> None:
     page = (ROOT / "docs" / "speedrun.md").read_text(encoding="utf-8")
     for track in module("tracks").TRACKS:
