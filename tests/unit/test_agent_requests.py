@@ -240,7 +240,7 @@ def test_a_route_that_is_not_served(tokenizer):
     roll(tokenizer, with_agent(OneTurn(), agent), [["a"]])
     [(status, message)] = said
     assert status == 404
-    assert "there is only /v1/chat/completions" in message
+    assert "only /v1/chat/completions is served" in message
 
 
 def test_a_variable_that_vanishes_meanwhile_fails_no_request(tokenizer, monkeypatch):

@@ -264,7 +264,7 @@ def test_a_usual_yaml_of_trl() -> None:
         ({"report_to": "all"}, "Here name the trackers"),
         ({"report_to": ["all"]}, "Here name the trackers"),
         ({"save_steps": 0.1}, "Here use a number of steps"),
-        ({"resume": True}, "Here warn and strict say what a resume does"),
+        ({"resume": True}, "Here use `warn` or `strict`, for a resume"),
         ({"max_steps": -1}, "Here use a number of steps, or `num_train_epochs`"),
         ({"optim": "paged_adamw_8bit"}, "Here use `optim: adamw_torch_8bit`"),
         ({"max_completion_length": None}, "Here use a number of tokens"),

@@ -21,6 +21,7 @@ from winnow.methods.policy_loss import POLICY_LOSSES, Clip, PolicyLoss, Sampled
 from winnow.methods.policy_loss.base import rollout_log_ratio
 from winnow.run.build import build_rewarder
 from winnow.run.build_methods import build_methods, build_success
+from winnow.run.conflicts import require_loss
 from winnow.run.resolved import Options, loss_config
 from winnow.tasks.countdown import CountdownConfig
 
@@ -102,7 +103,9 @@ def test_value_and_gradient_are_those_of_trl(ours: dict[str, Any], loss_type: st
 
 def built(spec: Any, **changes: Any) -> LossConfig:
     c: RunConfig = validate({"model": "m", "env": "countdown", "policy_loss": spec} | changes)
-    return loss_config(c, Options.from_config(c))
+    options = Options.from_config(c)
+    require_loss(c, options)
+    return loss_config(c, options)
 
 
 @pytest.mark.parametrize("kind", ["binary_tv", "binary_kl"])

@@ -190,7 +190,7 @@ def test_a_rank_that_reads_trains_as_one_process(name: str, tiny_config: dict[st
     for given in (c, c.model_copy(update={"learner": "local"})):
         torch.manual_seed(0)
         r = resolve_here(given)
-        policy, context = build_policy(r, with_engine=False)[0], r.learning
+        policy, context = build_policy(r, with_engine=False)[0], r.learner_context
         if given is c:
             rank = Rank(0, 1, 1, "", False, {})
             rank.build(policy, context, None)

@@ -365,7 +365,7 @@ def read_settings(
 
 
 SHORT_FORMS = {"teacher": teacher_section, "success": success_section}
-"""Sections that a single value may stand for, and what makes it a section."""
+"""Sections that may be written as a single value, and the function that expands it."""
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

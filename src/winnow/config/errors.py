@@ -166,7 +166,9 @@ def answer_to(key: str, value: Any) -> str | None:
     if key in ("save_steps", "eval_steps") and isinstance(value, float) and 0 < value < 1:
         return _SHARE
     if key == "resume":
-        return "warn and strict say what a resume does when your code has changed; to go on, use `winnow resume RUN`"
+        return (
+            "use `warn` or `strict`, for a resume after your code has changed; to continue a run, `winnow resume RUN`"
+        )
     return _ANSWERS.get((key, value)) if isinstance(value, str | int | None) else None
 
 

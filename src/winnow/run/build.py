@@ -146,12 +146,14 @@ def build(
         m = _checked_methods(r, task, rewarder, resumed)  # before weights are loaded, which may take minutes
         policy, engine = build_policy(r, inputs.processing_class, checkpoint, with_engine=not own_engines)
         built.callback(close_engine, engine)
-        check_prompts(r.rollouts["train"], task, policy.tokenizer, engine)
+        check_prompts(r.rollout_options["train"], task, policy.tokenizer, engine)
         learner = build_learner(policy, r)
         built.callback(learner.close)
         runner = None
         if engine is not None:
-            runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, r.rollouts, rules_of(m.gates, m.audits))
+            runner = RolloutRunner(
+                engine, task, policy.tokenizer, rewarder, r.rollout_options, rules_of(m.gates, m.audits)
+            )
         gpu = (learner.device.index or 0) if learner.device.type == "cuda" else None
         context = SamplerContext(
             task=task,
@@ -174,7 +176,7 @@ def build(
         built.callback(sampler.close)
         parts = Parts(r, run_dir, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)
         if c.teacher is not None:
-            parts.teacher = build_teacher(c.teacher, learner, policy, task, r.learning, c.longest)
+            parts.teacher = build_teacher(c.teacher, learner, policy, task, r.learner_context, c.longest)
         if engine is not None:
             engine.load_weights(learner.weights(), 0)
             parts.compare()
@@ -221,7 +223,7 @@ def build_rewarder(
 def build_learner(policy: Policy, r: Resolved) -> Learner:
     """Build the learner. Raises ConfigError when the policy cannot be trained as configured."""
     try:
-        learner: Learner = r.options.learner.build(policy, r.learning)
+        learner: Learner = r.options.learner.build(policy, r.learner_context)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return learner

@@ -91,17 +91,17 @@ def require_loss(c: RunConfig, options: Options) -> None:
     """Raise ConfigError where a setting of the loss does nothing, or tokens of older policies are not corrected for."""
     _require_teacher(c, options)
     loss = loss_config(c, options)
-    (policy_loss,), (correction,) = options.names["policy_loss"], options.names["correction"]
-    limits = c.changed(CLIPPING) or ("" if loss.policy_loss == Clip() else f"policy_loss: {policy_loss}")
+    (loss_name,), (correction_name,) = options.names["policy_loss"], options.names["correction"]
+    limits = c.changed(CLIPPING) or ("" if loss.policy_loss == Clip() else f"policy_loss: {loss_name}")
     if loss.ratio_to_learner and c.num_iterations == 1 and limits:
         raise ConfigError(
-            f"{limits} has no effect with correction: {correction} and num_iterations: 1, as only the "
+            f"{limits} has no effect with correction: {correction_name} and num_iterations: 1, as only the "
             "change since the first iteration is in its ratio; remove it, or use correction: none, or more iterations"
         )
     stale = c.changed(("max_lag", "num_iterations")) or ("reuse:" if c.reuse is not None else "")
     if stale and not loss.policy_loss.has_ratio and not loss.correction.active:
         raise ConfigError(
-            f"{stale} trains on tokens of older policies, and policy_loss: {policy_loss} does not correct "
+            f"{stale} trains on tokens of older policies, and policy_loss: {loss_name} does not correct "
             "for it; set correction: truncate, or policy_loss: clip"
         )
 

@@ -53,7 +53,7 @@ def resolve(
     `alone`: an engine in this process without a learner. `several_turns`: of the task's rollouts. Raises ConfigError
     where settings contradict the model's, and when the run does not fit on a GPU.
     """
-    on_gpu, parameters = machine.device.type == "cuda", model.parameters
+    on_gpu, parameters, chosen = machine.device.type == "cuda", model.parameters, options.engine is None
     values, why = model.decides(c)
     why |= dict.fromkeys(("dtype", "threads"), "as the run began" if resumed else "as configured")
 
@@ -84,19 +84,12 @@ def resolve(
         spec, engine = section_of(spec) | sizes.engine, replace(engine, **sizes.engine)
     c, options = c.model_copy(update=sizes.values | {"engine": spec}), replace(options, engine=engine)
     engine = engine_for_run(c, options, alone=alone)
-    require_adapters(c, options, engine, model.adapter if model.resume else None)
+    if not (machine.planned_gpus and chosen):  # the planned machine may have vLLM
+        require_adapters(c, options, engine, model.adapter if model.resume else None)
     if not alone:
         require_sync(c, options, machine.device.type)
-    return Resolved.of(
-        c,
-        options,
-        model=model,
-        engine=engine,
-        device=machine.device,
-        why=why | sizes.why,
-        warnings=_slow_settings(c, machine, preferred, why_preferred),
-        budgets=sizes.budgets,
-    )
+    resolved = Resolved.of(c, options, model, engine, machine.device, why | sizes.why, sizes.budgets)
+    return replace(resolved, warnings=_slow_settings(c, machine, preferred, why_preferred))
 
 
 def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = False) -> Resolved:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ..base.errors import ConfigError
 from ..base.machine import bfloat16_units, install, main_memory, usable_threads
 from ..config import CLIPPING, RunConfig
 from ..config.options import method, name_of
@@ -62,7 +63,10 @@ class Options:
         """Raises ConfigError naming the key, and the nearest valid name or option."""
         methods = tables.options_of(c)
         names = {key: [name_of(spec) for spec in specs] for key, specs in tables.specs_of(c).items()}
-        rollout_batch = methods["rollout_batch"][0].build(c.prompts_per_step)
+        try:
+            rollout_batch = methods["rollout_batch"][0].build(c.prompts_per_step)
+        except ValueError as error:
+            raise ConfigError(f"rollout_batch: {error}") from None
         sync, learner = method(SYNCS, c.sync, "sync"), method(LEARNERS, c.learner, "learner")
         engine = None if name_of(c.engine) == AUTO else method(ENGINES, c.engine, "engine")
         return cls(methods, names, rollout_batch, sync, learner, engine)
@@ -187,10 +191,11 @@ class Resolved:
     engine: Any
     """Options of the engine for this run."""
     device: torch.device
-    rollouts: Mapping[Purpose, RolloutOptions]
-    learning: LearnerContext
+    rollout_options: Mapping[Purpose, RolloutOptions]
+    learner_context: LearnerContext
     loss: LossConfig
-    steps: StepOptions
+    step_options: StepOptions
+    """These four follow from configuration and options: what the runner, the learner and the optimizer step get."""
     why: Mapping[str, str]
     """Reasons, by config key."""
     warnings: Sequence[str] = ()
@@ -199,16 +204,30 @@ class Resolved:
     """Memory by GPU; empty on a CPU."""
 
     @classmethod
-    def of(cls, c: RunConfig, options: Options, **decided: Any) -> Resolved:
+    def of(
+        cls,
+        c: RunConfig,
+        options: Options,
+        model: InitialModel,
+        engine: Any,
+        device: torch.device,
+        why: Mapping[str, str],
+        budgets: Mapping[str, Budget],
+    ) -> Resolved:
         """Return a run with what each part is built from, which follows from the configuration and its methods."""
+        greedy_baseline = options.methods["advantage"][0].greedy_baseline
         return cls(
-            config=c,
-            options=options,
-            rollouts=rollout_options(c, greedy_baseline=options.methods["advantage"][0].greedy_baseline),
-            learning=learner_context(c, options),
-            loss=loss_config(c, options),
-            steps=step_options(c, options),
-            **decided,
+            c,
+            options,
+            model,
+            engine,
+            device,
+            rollout_options(c, greedy_baseline=greedy_baseline),
+            learner_context(c, options),
+            loss_config(c, options),
+            step_options(c, options),
+            why,
+            budgets=budgets,
         )
 
     @property

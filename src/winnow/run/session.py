@@ -163,7 +163,7 @@ class Session:
         asynchronous, lands = r.options.asynchronous, r.options.continuous
         prompts = prompts_of(parts.task)
         collector = build_collector(c, m, parts.sampler, self.ledger, prompts, asynchronous=asynchronous, reuse=reuse)
-        step = OptimizerStep(parts.learner, m.advantage, r.loss, m.step_scale, r.steps, parts.teacher)
+        step = OptimizerStep(parts.learner, m.advantage, r.loss, m.step_scale, r.step_options, parts.teacher)
         hooks = Hooks(
             begin=lambda step: self._notify("on_step_begin"),
             published=self._compare_again,

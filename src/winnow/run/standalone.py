@@ -79,11 +79,11 @@ def opened(
     saved: Mapping[str, str] = MappingProxyType({}),
     report: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[Policy, RollOut, Rewarder, Success]]:
-    """Yield policy, roll-out function, rewards, which are closed when the block ends, and what counts as right.
+    """Yield policy, roll-out function, rewarder and success rule; engine and rewarder are closed when the block ends.
 
     `prompts`: those that will be rolled out. `saved`: fingerprints of a run's task and reward functions. `report`:
     extra values of evaluation rollouts; see `RolloutOptions`. Raises ConfigError where the configuration does not make
-    the same task and functions, e.g. as they were objects, and where these give no reward.
+    the same task and functions, e.g. as they were objects, and ValueError where these give no reward.
     """
     resolved = resolve_here(config, alone=True, several_turns=task.max_turns > 1)
     resolved.set_threads()
@@ -91,8 +91,10 @@ def opened(
     policy, engine = build_policy(resolved)
     rewarder = build_rewarder(config, task)
     assert engine is not None
-    evaluating = replace(resolved.rollouts["eval"], report=report)
-    runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, {**resolved.rollouts, "eval": evaluating})
+    options = dict(resolved.rollout_options)
+    options["train"] = replace(options["train"], greedy_baseline=False)
+    options["eval"] = replace(options["eval"], report=report)
+    runner = RolloutRunner(engine, task, policy.tokenizer, rewarder, options)
     try:
         sources = (("env", "task", task), ("reward_funcs", "reward functions", rewarder))
         for key, name, source in sources:

@@ -38,6 +38,7 @@ from ..learner.agreement import require_agreement
 from ..learner.rows import Row
 from ..run.budget import GIB
 from ..run.build import build_learner, build_policy
+from ..run.conflicts import require_loss
 from ..run.resolve import engine_for_run, resolve_here
 from ..run.resolved import Resolved, sampling_params
 from ..types import Rollout
@@ -309,6 +310,7 @@ def measure(model: str | None, values: Mapping[str, Any], say: Callable[[str], N
         name = model or _made(Path(directory), large=kind == "cuda")
         c = validate(SIZES[kind] | {"env": "countdown"} | dict(values) | {"model": name})
         resolved = resolve_here(c)
+        require_loss(resolved.config, resolved.options)
         resolved.set_threads()
         bench = Bench(resolved)
         report: dict[str, Any] = _about(bench, model or "made, weights at random")
