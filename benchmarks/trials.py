@@ -39,7 +39,9 @@ EARLY = 4
 PASS_AT_8 = -0.02
 """A mean difference of pass@8 below it is a loss of variety."""
 CAP_S, GROWTH = 120.0, 1.25
-PROTOTYPES = ROOT / "benchmarks" / "prototypes.py"
+PROTOTYPES = ROOT / "benchmarks" / "prototypes"
+"""Methods that are tried here, a file each; what wins is built in `src`."""
+PREFIXES = PROTOTYPES / "prefixes.py"
 RESULTS = ROOT / "benchmarks" / "results" / "trials"
 DOCS = ROOT / "docs" / "trials.md"
 
@@ -80,8 +82,8 @@ ARMS: dict[str, Arm] = {
     "inverse-sqrt": Arm(INVERSE_SQRT, (1.5e-4, 3e-4, 6e-4)),
     "grpo": Arm(("advantage=grpo",)),
     "averaged": Arm(decay=0.9),
-    "pods": Arm((f"advantage={PROTOTYPES}:Pods",)),
-    "prefixes": Arm((f"selector={PROTOTYPES}:Prefixes", f"env.name={PROTOTYPES}:CountdownWithPrefixes")),
+    "pods": Arm((f"advantage={PROTOTYPES}/pods.py:Pods",)),
+    "prefixes": Arm((f"selector={PREFIXES}:Prefixes", f"env.name={PREFIXES}:CountdownWithPrefixes")),
 }
 """Arms by name. What they are compared with: docs/trials.md."""
 

@@ -125,7 +125,7 @@ def run_winnow(spec: Spec, clock: Any) -> dict[str, Any]:
     config = config_of(spec)
     callbacks, averaging = [clock], None
     if spec.decay:
-        from prototypes import Averaging
+        from prototypes.averaging import Averaging
 
         averaging = Averaging(spec.decay)
         callbacks = [averaging, clock]

@@ -89,7 +89,7 @@ def test_an_arm_runs_together_with_the_base_and_they_take_turns_on_the_cores(
 
 @pytest.mark.usefixtures("trials")
 def test_pods_keeps_the_widest_rewards_and_the_size_of_the_gradient() -> None:
-    from prototypes import Pods, widest
+    from prototypes.pods import Pods, widest
 
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -106,7 +106,7 @@ def test_pods_keeps_the_widest_rewards_and_the_size_of_the_gradient() -> None:
 
 @pytest.mark.usefixtures("trials")
 def test_prefixes_are_part_of_the_prompt_adapt_and_teach_no_pass_rate() -> None:
-    from prototypes import CountdownWithPrefixes, Prefixes, whole_answer_reward
+    from prototypes.prefixes import CountdownWithPrefixes, Prefixes, whole_answer_reward
 
     task = CountdownWithPrefixes(train_size=40, test_size=8).build()
     selector = Prefixes(share=0.5).build(task.train, 0, BY_REWARDS)
