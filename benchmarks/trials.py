@@ -83,6 +83,7 @@ ARMS: dict[str, Arm] = {
     "grpo": Arm(("advantage=grpo",)),
     "averaged": Arm(decay=0.9),
     "pods": Arm((f"advantage={PROTOTYPES}/pods.py:Pods",)),
+    "nat": Arm((f"learner={PROTOTYPES}/nat.py:Nat",)),
     "prefixes": Arm((f"selector={PREFIXES}:Prefixes", f"env.name={PREFIXES}:CountdownWithPrefixes")),
 }
 """Arms by name. What they are compared with: docs/trials.md."""

@@ -8,15 +8,24 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from winnow.learner.batch import PassLimits, micro_batches
+from winnow.learner.rows import Row
+from winnow.methods.correct.truncate import Truncate
 from winnow.methods.group_kind import BY_REWARDS
+from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss.plain import Plain
+from winnow.run.resolved import Options
 from winnow.types import Prompt, Visit
 
 from ..builders.groups import make_group
+from .learner_models import assert_equal, gpt2, gradients, random_rows
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -131,6 +140,65 @@ def test_prefixes_are_part_of_the_prompt_adapt_and_teach_no_pass_rate() -> None:
     assert (selector.right_N == rates).all()
     whole = whole_answer_reward([" , 3 * 4 = 12", "= 12"], [[1, 2, 4]] * 2, [12] * 2, ["steps"] * 2, ["1 + 2 = 3"] * 2)
     assert whole == [1.0, 0.0]
+
+
+def gradient_of(rows: list[Row], loss: LossConfig) -> list[torch.Tensor]:
+    """In float64, from a model without float32 norms, with prefix trees."""
+    batches = micro_batches(rows, PassLimits(pairs=1e9), pad_id=0)
+    return gradients(gpt2().double(), batches, loss)[0]
+
+
+OF_TOKENS = (LossConfig(policy_loss=Plain(), correction=Truncate(level="token")), LossConfig(entropy_coef=0.05))
+"""Losses whose ratios are those of tokens."""
+
+
+@pytest.mark.usefixtures("trials")
+@pytest.mark.parametrize("loss", OF_TOKENS)
+def test_the_expected_gradient_of_random_prefixes_is_that_of_whole_rollouts(loss: LossConfig) -> None:
+    from prototypes.nat import Nat, prefixes
+
+    rows, options = random_rows(n=3, advantages=(1.0, -0.5, 2.0)), Nat(share=0.5, whole=0.25)
+    whole_gradient = gradient_of(rows, loss)
+    expected = [torch.zeros_like(gradient) for gradient in whole_gradient]
+    for draws in itertools.product((True, False), repeat=len(rows)):
+        whole_R = np.array(draws)
+        probability = float(np.where(whole_R, options.whole, 1 - options.whole).prod())
+        for total, gradient in zip(expected, gradient_of(prefixes(rows, whole_R, options), loss), strict=True):
+            total += probability * gradient
+    assert_equal(expected, whole_gradient)
+
+
+@pytest.mark.usefixtures("trials")
+def test_a_prefix_is_half_of_the_action_tokens_and_its_draw_is_keyed_by_the_step() -> None:
+    from prototypes.nat import Nat, PrefixLearner, prefixes
+
+    rows, options = random_rows(n=200), Nat()
+    actions = np.array([row.rollout.action_mask.sum() for row in rows])
+    for row, number in zip(rows, actions, strict=True):
+        cut, whole = (prefixes([row], np.array([drawn]), options) for drawn in (False, True))
+        assert sum(part.rollout.action_mask.sum() for part in whole) == number
+        assert cut[0].rollout.action_mask.sum() == -(-number // 2)
+        assert cut[0].length <= row.length
+        assert [part.weight for part in whole] == [row.weight, 2 * row.weight][: len(whole)]
+    local: Any = SimpleNamespace(accumulate=lambda rows, loss, iteration: rows)
+    learner = PrefixLearner(local, options)
+
+    def trained(seed: int) -> list[tuple[int, int, float]]:
+        torch.manual_seed(seed)
+        found: Any = learner.accumulate(rows, LossConfig())
+        return [(row.rollout_number or 0, int(row.rollout.action_mask.sum()), row.weight) for row in found]
+
+    assert trained(1) == trained(1) != trained(2)
+    assert len(trained(1)) == pytest.approx(len(rows) + 0.5 * (actions > 1).sum(), abs=25)
+    assert sum(number for _, number, _ in trained(1)) < actions.sum()
+
+
+def test_every_arm_is_a_valid_configuration(trials: Any) -> None:
+    from speedrun.sides import config_of
+
+    for arm in trials.ARMS.values():
+        spec = replace(trials.spec_of("countdown", arm, "model", 120.0), rate=arm.rates[0])
+        assert Options.from_config(config_of(spec)).methods
 
 
 def test_arms_have_as_many_tries_and_seeds_are_unused(trials: Any) -> None:
