@@ -58,6 +58,7 @@ class Arm:
 
 ONE_PROCESS = ("sync=in_process", "rollout_batch=adaptive", "max_lag=1")
 REUSE = ("policy_loss=clip", "epsilon_high=0.28", "correction=none", "step_scale=ess")
+GATED = (f"learner={PROTOTYPES}/dgg.py:Dgg", *REUSE)
 INVERSE_SQRT = ("lr_scheduler_type=inverse_sqrt", "lr_scheduler_kwargs={timescale: 50}")
 ARMS: dict[str, Arm] = {
     "base": Arm(),
@@ -68,6 +69,8 @@ ARMS: dict[str, Arm] = {
     "sequential": Arm(("group_size={name: sequential, probe: 4}",)),
     "reuse-2": Arm(("reuse={updates: 2, max_age: 16, min_ess: 0.5}", *REUSE)),
     "reuse-4": Arm(("reuse={updates: 4, max_age: 16, min_ess: 0.5}", *REUSE)),
+    "dgg": Arm(("reuse={updates: 2, max_age: 16, min_ess: 0.5}", *GATED)),
+    "dgg-alone": Arm(("reuse={updates: 2, max_age: 16, min_ess: 0.0}", *GATED)),
     "clip-high": Arm(("policy_loss=clip", "epsilon_high=0.28", "correction=none")),
     "cispo": Arm(("policy_loss=cispo", "correction=none")),
     "sapo": Arm(("policy_loss=sapo", "correction=none")),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from winnow.learner.batch import PassLimits, micro_batches
+from winnow.learner.batch import PassLimits, collate, micro_batches
 from winnow.learner.rows import Row
 from winnow.methods.correct.truncate import Truncate
 from winnow.methods.group_kind import BY_REWARDS
@@ -25,7 +25,7 @@ from winnow.run.resolved import Options
 from winnow.types import Prompt, Visit
 
 from ..builders.groups import make_group
-from .learner_models import assert_equal, gpt2, gradients, random_rows
+from .learner_models import assert_equal, gpt2, gradients, learner_of, random_rows
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -191,6 +191,47 @@ def test_a_prefix_is_half_of_the_action_tokens_and_its_draw_is_keyed_by_the_step
     assert trained(1) == trained(1) != trained(2)
     assert len(trained(1)) == pytest.approx(len(rows) + 0.5 * (actions > 1).sum(), abs=25)
     assert sum(number for _, number, _ in trained(1)) < actions.sum()
+
+
+def used_again(rows: list[Row], norms: list[float]) -> Any:
+    """A learner under the gate that has used these rows once, and whose window has these norms."""
+    from prototypes.dgg import Dgg, GatedLearner
+
+    model = gpt2().double()
+    learner = GatedLearner(learner_of(model), model, Dgg(window=4))
+    learner.accumulate(rows, LossConfig())
+    model.zero_grad(set_to_none=True)
+    learner.norms.extend(norms)
+    return learner
+
+
+@pytest.mark.usefixtures("trials")
+def test_second_uses_are_skipped_above_the_quantile_of_first_uses() -> None:
+    again, fresh = random_rows(n=6, advantages=(1.0, -0.5, 2.0)), random_rows(seed=1, n=4, advantages=(1.0, -1.0))
+    loss = LossConfig()
+    for norms, skipped in (([1e-9] * 4, True), ([1e9] * 4, False), ([1e-9] * 2, False)):
+        learner = used_again(again, norms)
+        stats = learner.accumulate([*fresh, *again], loss)
+        expected, of_rows = gradients(
+            gpt2().double(), [collate(fresh if skipped else [*fresh, *again], pad_id=0)], loss
+        )
+        assert_equal([p.grad for p in learner.parameters], expected)
+        assert stats.sums == pytest.approx(of_rows.sums)
+        assert sum(len(log_w_B) for log_w_B in stats.log_w_B) == 4 + 6 * (not skipped)
+        assert learner.metrics()["reuse/skips"] == skipped
+
+
+@pytest.mark.usefixtures("trials")
+def test_the_norm_is_of_the_heads_mean_gradient_over_first_uses() -> None:
+    again, fresh = random_rows(n=6, advantages=(1.0, -0.5, 2.0)), random_rows(seed=1, n=4, advantages=(1.0, -1.0))
+    learner = used_again(again, [1e9] * 4)
+    learner.accumulate([*again, *fresh], LossConfig())
+    model = gpt2().double()
+    gradients(model, [collate(fresh, pad_id=0)], LossConfig())
+    mean = model.get_output_embeddings().weight.grad.norm() / sum(row.weight for row in fresh)
+    assert learner.norms[-1] == pytest.approx(float(mean))
+    learner.norms.extend([1.0, 2.0, 3.0, 4.0])
+    assert [learner.is_excessive(norm) for norm in (3.69, 3.71)] == [False, True]  # 0.9 of the way from 1 to 4
 
 
 def test_every_arm_is_a_valid_configuration(trials: Any) -> None:
