@@ -85,6 +85,7 @@ ARMS: dict[str, Arm] = {
     "inverse-sqrt": Arm(INVERSE_SQRT, (1.5e-4, 3e-4, 6e-4)),
     "grpo": Arm(("advantage=grpo",)),
     "averaged": Arm(decay=0.9),
+    "mixed-rate": Arm((f"step_scale={PROTOTYPES}/mixed_rate.py:MixedRate",)),
     "pods": Arm((f"advantage={PROTOTYPES}/pods.py:Pods",)),
     "nat": Arm((f"learner={PROTOTYPES}/nat.py:Nat",)),
     "prefixes": Arm((f"selector={PREFIXES}:Prefixes", f"env.name={PREFIXES}:CountdownWithPrefixes")),

@@ -234,6 +234,55 @@ def test_the_norm_is_of_the_heads_mean_gradient_over_first_uses() -> None:
     assert [learner.is_excessive(norm) for norm in (3.69, 3.71)] == [False, True]  # 0.9 of the way from 1 to 4
 
 
+@pytest.mark.usefixtures("trials")
+def test_the_rate_follows_the_share_of_mixed_groups_within_its_bounds() -> None:
+    from prototypes.mixed_rate import MixedRate
+
+    scale = MixedRate(low=0.5, high=1.25).build()
+
+    def after(mixed: int, equal: int, failed: int = 0) -> float:
+        """The factor after a step with so many groups."""
+        rewards = [[1.0, 0.0]] * mixed + [[1.0, 1.0]] * equal + [[None, None]] * failed
+        groups = [make_group(number, list(of_group)) for number, of_group in enumerate(rewards)]
+        for group in groups:
+            BY_REWARDS.kind(group)
+        scale.on_step_end(None, None, None, groups=groups, model=None)
+        assert scale.metrics() == {"mixed_rate/factor": scale(0.3)}
+        return scale(1.0)
+
+    assert scale(1.0) == 1.0, "before the first step"
+    assert after(0, 0, failed=2) == 1.0, "failed groups are not judged"
+    assert after(4, 6, failed=5) == 1.0
+    assert after(6, 4) == pytest.approx(0.6 / 0.5)
+    assert after(10, 0) == 1.25, "not 1.5, the share over the mean of 0.4, 0.6 and 1"
+    assert after(1, 9) == 0.5, "not 0.19"
+
+
+@pytest.mark.usefixtures("trials")
+def test_a_step_scale_that_goes_by_groups_is_a_callback_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prototypes.mixed_rate import MixedRate
+    from speedrun import sides
+
+    scale, added = MixedRate().build(), []
+
+    class Fake:
+        """Trains nothing."""
+
+        state = SimpleNamespace(log_history=[])
+
+        def __init__(self, **given: Any) -> None:
+            self.methods = SimpleNamespace(step_scale=scale)
+
+        add_callback = staticmethod(added.append)
+        save_model = train = staticmethod(lambda *args: None)
+
+    monkeypatch.setattr("winnow.run.trainer.Trainer", Fake)
+    monkeypatch.setattr(sides, "config_of", lambda spec: SimpleNamespace(model_dump=lambda mode: {}))
+    spec = sides.Spec("countdown", "fastest", 0, 1e-4, "cpu", "model", "directory", 1.0, 1.25)
+    sides.run_winnow(spec, SimpleNamespace())
+    assert added == [scale]
+
+
 def test_every_arm_is_a_valid_configuration(trials: Any) -> None:
     from speedrun.sides import config_of
 
