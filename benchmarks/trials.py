@@ -89,6 +89,7 @@ ARMS: dict[str, Arm] = {
     "pods": Arm((f"advantage={PROTOTYPES}/pods.py:Pods",)),
     "nat": Arm((f"learner={PROTOTYPES}/nat.py:Nat",)),
     "prefixes": Arm((f"selector={PREFIXES}:Prefixes", f"env.name={PREFIXES}:CountdownWithPrefixes")),
+    "demonstrations": Arm((f"selector={PREFIXES}:Demonstrations", f"env.name={PREFIXES}:CountdownWithPrefixes")),
 }
 """Arms by name. What they are compared with: docs/trials.md."""
 

@@ -1,15 +1,20 @@
-"""Visits that begin with words of an earlier rollout of their prompt (2605.05112, 2601.20829)."""
+"""Visits that begin with words of an earlier rollout (2605.05112, 2601.20829) or a demonstration of their prompt."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from winnow.base.noise import noise_key
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select.thompson import Thompson, ThompsonSelector
-from winnow.tasks.countdown import Countdown, CountdownConfig, countdown_reward
+from winnow.tasks.countdown import Countdown, CountdownConfig, countdown_reward, sample_solution
 from winnow.types import Group, Prompt, Verdict, Visit
+
+DEMONSTRATION_STREAM = 102
+LIMIT = CountdownConfig().limit
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,9 @@ class PrefixSelector(ThompsonSelector):
         rate = right / (right + wrong)
         head_start = bool(rate < self.options.hard)
         key = prompt.ordinal, head_start
-        if self.options.hard <= rate <= self.options.easy or key not in self.answers:
+        words = [] if self.options.hard <= rate <= self.options.easy else self.words_for(prompt, head_start)
+        if not words:
             return None
-        words = self.answers[key]
         length = self.lengths.setdefault(key, self.options.head_start if head_start else self.options.handicap)
         length = min(length, len(words) - 1)
         if length < 1:
@@ -74,13 +79,21 @@ class PrefixSelector(ThompsonSelector):
         ordinal = (2 * length + head_start) * len(self.prompts) + prompt.ordinal
         return replace(prompt, ordinal=ordinal, text=f"{prompt.text} {prefix}", columns=columns)
 
+    def words_for(self, prompt: Prompt, head_start: bool) -> list[str]:
+        """Return the words that the prompt's next prefix may be of; none if there is no answer to take them from."""
+        return self.answers.get((prompt.ordinal, head_start), [])
+
+    def remember(self, ordinal: int, right: bool, text: str) -> None:
+        """Take a rollout without prefix for later ones."""
+        self.answers[ordinal, right] = text.split()
+
     def observe_group(self, group: Group) -> None:
         judged = {id(r): self.judge.success.right(r) for r in group.siblings if r.reward is not None}
         ordinal = group.prompt.ordinal % len(self.prompts)
         if not group.prompt.columns["prefix"]:
             for rollout in group.siblings:
                 if id(rollout) in judged:
-                    self.answers[ordinal, bool(judged[id(rollout)])] = rollout.text.split()
+                    self.remember(ordinal, bool(judged[id(rollout)]), rollout.text)
             super().observe_group(group)
             return
         self.tried += 1
@@ -96,6 +109,32 @@ class PrefixSelector(ThompsonSelector):
         found = super().metrics() | {"prefix/visits": float(self.tried), "prefix/mixed": float(self.mixed)}
         self.tried = self.mixed = 0
         return found
+
+
+@dataclass(frozen=True)
+class Demonstrations(Prefixes):
+    """Head starts for hard prompts, from worked steps instead of own right rollouts, which most of them do not have."""
+
+    easy: float = 1.0
+    """No prompt gets a handicap."""
+
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge) -> DemonstrationSelector:  # type: ignore[override]
+        return DemonstrationSelector(prompts, seed, self, judge)
+
+
+class DemonstrationSelector(PrefixSelector):
+    """A prompt's demonstration is drawn once: of all solutions, uniformly."""
+
+    def words_for(self, prompt: Prompt, head_start: bool) -> list[str]:
+        key = prompt.ordinal, head_start
+        if key not in self.answers:
+            numbers, target = tuple(prompt.columns["numbers"]), prompt.columns["target"]
+            rng = random.Random(noise_key(self.seed, DEMONSTRATION_STREAM, prompt.ordinal))
+            self.answers[key] = sample_solution(numbers, target, LIMIT, rng).split()
+        return self.answers[key]
+
+    def remember(self, ordinal: int, right: bool, text: str) -> None:
+        """Demonstrations are not replaced by rollouts."""
 
 
 @dataclass(frozen=True)

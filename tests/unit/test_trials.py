@@ -22,6 +22,7 @@ from winnow.methods.group_kind import BY_REWARDS
 from winnow.methods.loss import LossConfig
 from winnow.methods.policy_loss.plain import Plain
 from winnow.run.resolved import Options
+from winnow.tasks.countdown import verify_steps
 from winnow.types import Prompt, Visit
 
 from ..builders.groups import make_group
@@ -140,6 +141,37 @@ def test_prefixes_are_part_of_the_prompt_adapt_and_teach_no_pass_rate() -> None:
     assert (selector.right_N == rates).all()
     whole = whole_answer_reward([" , 3 * 4 = 12", "= 12"], [[1, 2, 4]] * 2, [12] * 2, ["steps"] * 2, ["1 + 2 = 3"] * 2)
     assert whole == [1.0, 0.0]
+
+
+@pytest.mark.usefixtures("trials")
+def test_demonstrations_begin_hard_prompts_alone_and_stay() -> None:
+    from prototypes.prefixes import CountdownWithPrefixes, Demonstrations
+
+    task = CountdownWithPrefixes(train_size=40, test_size=8).build()
+    selector = Demonstrations(share=0.5).build(task.train, 0, BY_REWARDS)
+    assert not any(visit.prompt.columns["prefix"] for visit in selector.select(10)), "no rate is known yet"
+    for prompt in task.train:
+        rewards: list[float | None] = [[0.0] * 16, [1.0] * 16][prompt.ordinal % 2]
+        group = replace(make_group(0, rewards), visit=Visit(0, 0, prompt))
+        for rollout in group.rollouts:
+            rollout.text = "1 + 1 = 2 , 2 + 2 = 4"
+        selector.observe_group(group)
+    begun = [visit.prompt for visit in selector.select(10) if visit.verdict.keep and visit.prompt.columns["prefix"]]
+    assert begun
+    for prompt in begun:
+        ordinal = prompt.ordinal % len(task.train)
+        words = selector.answers[ordinal, True]
+        columns = prompt.columns
+        assert ordinal % 2 == 0, "the others are easy"
+        assert columns["prefix"] == " ".join(words[:3])
+        assert verify_steps(" ".join(words), columns["numbers"], columns["target"])
+        rest = " ".join(words[3:])
+        assert task.reward_funcs[0]([rest], [columns["numbers"]], [columns["target"]], ["steps"], ["1 +"]) == [0.0]
+        assert task.reward_funcs[0](
+            [rest], [columns["numbers"]], [columns["target"]], ["steps"], [columns["prefix"]]
+        ) == [1.0]
+    again = Demonstrations(share=0.5).build(task.train, 0, BY_REWARDS)
+    assert again.words_for(task.train[0], True) == selector.words_for(task.train[0], True)
 
 
 def gradient_of(rows: list[Row], loss: LossConfig) -> list[torch.Tensor]:
