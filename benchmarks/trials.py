@@ -2,6 +2,7 @@
 
     python benchmarks/trials.py countdown --arms groups-16 muon     # tune, then up to six paired seeds
     python benchmarks/trials.py countdown --table                   # the table again, from the records
+    python benchmarks/trials.py countdown-64 --arms muon            # at half the base model's hidden size
     python benchmarks/trials.py countdown --quick --arms muon       # one rate, two seeds, seconds: to try an arm
 
 An arm is the base recipe with other settings. Each run has the same CPU seconds on a core of its own. The base runs at
@@ -42,6 +43,8 @@ CAP_S, GROWTH = 120.0, 1.25
 PROTOTYPES = ROOT / "benchmarks" / "prototypes"
 """Methods that are tried here, a file each; what wins is built in `src`."""
 PREFIXES = PROTOTYPES / "prefixes.py"
+SIZES: dict[str, tuple[str, int]] = {"countdown-64": ("countdown", 64), "countdown-256": ("countdown", 256)}
+"""Tracks with the base model at half and double its hidden size -> the speedrun's track, hidden size."""
 RESULTS = ROOT / "benchmarks" / "results" / "trials"
 DOCS = ROOT / "docs" / "trials.md"
 
@@ -98,8 +101,14 @@ def spec_of(track: str, arm: Arm, model: str, cap_s: float) -> Spec:
     """Return what all runs of an arm share."""
     changes = (*ONE_PROCESS, *arm.changes, "max_steps=1000000")
     directory = str(WORK / "trials" / track)
-    spec = Spec(track, "fastest", 0, 0.0, "cpu", model, directory, cap_s, GROWTH, changes, cpu_clock=True)
+    base, _ = of_speedrun(track)
+    spec = Spec(base, "fastest", 0, 0.0, "cpu", model, directory, cap_s, GROWTH, changes, cpu_clock=True)
     return replace(spec, decay=arm.decay)
+
+
+def of_speedrun(track: str) -> tuple[str, int | None]:
+    """Return the speedrun's track, and the hidden size of its model; None: the default."""
+    return SIZES.get(track, (track, None))
 
 
 def ran(
@@ -225,12 +234,12 @@ def write_table(track: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("track", choices=list(TRACKS))
+    parser.add_argument("track", choices=[*TRACKS, *SIZES])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=[])
     parser.add_argument("--quick", action="store_true", help="a rate, two seeds and 40 seconds each")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    model = "" if options.table else make_model(options.track)
+    model = "" if options.table else make_model(*of_speedrun(options.track))
     names = [] if options.table else list(dict.fromkeys(["base", *options.arms]))
     for name in names:
         if options.quick:

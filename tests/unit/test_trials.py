@@ -323,6 +323,30 @@ def test_every_arm_is_a_valid_configuration(trials: Any) -> None:
         assert Options.from_config(config_of(spec)).methods
 
 
+def test_other_sizes_have_models_records_and_tables_of_their_own(
+    trials: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from speedrun import run
+
+    from winnow.study.warm_start import WarmStartConfig
+
+    made: list[tuple[Path, WarmStartConfig]] = []
+    monkeypatch.setattr(run, "WORK", tmp_path)
+    monkeypatch.setattr("winnow.run.inputs.build_task", lambda env: None)
+    monkeypatch.setattr("winnow.study.warm_start.warm_start", lambda task, path, config: made.append((path, config)))
+    page = trials.DOCS.read_text(encoding="utf-8")
+    for track in trials.SIZES:
+        spec = trials.spec_of(track, trials.ARMS["base"], "model", 120.0)
+        assert (spec.track, Path(spec.directory).name) == ("countdown", track)
+        assert trials.records_of(track, "base", trials.CAP_S).parent.name == track
+        assert f"<!-- trials-{track} -->\n" in page
+        run.make_model(*trials.of_speedrun(track))
+    run.make_model(*trials.of_speedrun("countdown"))
+    assert [path.name for path, _ in made] == ["countdown-64", "countdown-256", "countdown"]
+    sizes = [(c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.max_steps) for _, c in made]
+    assert sizes == [(64, 192, 2, 1, 270), (256, 768, 8, 1, 270), (128, 384, 4, 1, 270)]
+
+
 def test_arms_have_as_many_tries_and_seeds_are_unused(trials: Any) -> None:
     assert {len(arm.rates) for arm in trials.ARMS.values()} == {3}
     assert not set(trials.SEEDS) & {*trials.TUNING, 0, 1, 2, 3}
