@@ -2,6 +2,7 @@
 
     python benchmarks/trials.py countdown --arms groups-16 muon     # tune, then up to six paired seeds
     python benchmarks/trials.py countdown --table                   # the table again, from the records
+    python benchmarks/trials.py countdown-64 --arms muon            # at half the base model's hidden size
     python benchmarks/trials.py countdown --quick --arms muon       # one rate, two seeds, seconds: to try an arm
 
 An arm is the base recipe with other settings. Each run has the same CPU seconds on a core of its own. The base runs at
@@ -39,7 +40,11 @@ EARLY = 4
 PASS_AT_8 = -0.02
 """A mean difference of pass@8 below it is a loss of variety."""
 CAP_S, GROWTH = 120.0, 1.25
-PROTOTYPES = ROOT / "benchmarks" / "prototypes.py"
+PROTOTYPES = ROOT / "benchmarks" / "prototypes"
+"""Methods that are tried here, a file each; what wins is built in `src`."""
+PREFIXES = PROTOTYPES / "prefixes.py"
+SIZES: dict[str, tuple[str, int]] = {"countdown-64": ("countdown", 64), "countdown-256": ("countdown", 256)}
+"""Tracks with the base model at half and double its hidden size -> the speedrun's track, hidden size."""
 RESULTS = ROOT / "benchmarks" / "results" / "trials"
 DOCS = ROOT / "docs" / "trials.md"
 
@@ -56,6 +61,7 @@ class Arm:
 
 ONE_PROCESS = ("sync=in_process", "rollout_batch=adaptive", "max_lag=1")
 REUSE = ("policy_loss=clip", "epsilon_high=0.28", "correction=none", "step_scale=ess")
+GATED = (f"learner={PROTOTYPES}/dgg.py:Dgg", *REUSE)
 INVERSE_SQRT = ("lr_scheduler_type=inverse_sqrt", "lr_scheduler_kwargs={timescale: 50}")
 ARMS: dict[str, Arm] = {
     "base": Arm(),
@@ -66,6 +72,8 @@ ARMS: dict[str, Arm] = {
     "sequential": Arm(("group_size={name: sequential, probe: 4}",)),
     "reuse-2": Arm(("reuse={updates: 2, max_age: 16, min_ess: 0.5}", *REUSE)),
     "reuse-4": Arm(("reuse={updates: 4, max_age: 16, min_ess: 0.5}", *REUSE)),
+    "dgg": Arm(("reuse={updates: 2, max_age: 16, min_ess: 0.5}", *GATED)),
+    "dgg-alone": Arm(("reuse={updates: 2, max_age: 16, min_ess: 0.0}", *GATED)),
     "clip-high": Arm(("policy_loss=clip", "epsilon_high=0.28", "correction=none")),
     "cispo": Arm(("policy_loss=cispo", "correction=none")),
     "sapo": Arm(("policy_loss=sapo", "correction=none")),
@@ -80,8 +88,11 @@ ARMS: dict[str, Arm] = {
     "inverse-sqrt": Arm(INVERSE_SQRT, (1.5e-4, 3e-4, 6e-4)),
     "grpo": Arm(("advantage=grpo",)),
     "averaged": Arm(decay=0.9),
-    "pods": Arm((f"advantage={PROTOTYPES}:Pods",)),
-    "prefixes": Arm((f"selector={PROTOTYPES}:Prefixes", f"env.name={PROTOTYPES}:CountdownWithPrefixes")),
+    "mixed-rate": Arm((f"step_scale={PROTOTYPES}/mixed_rate.py:MixedRate",)),
+    "pods": Arm((f"advantage={PROTOTYPES}/pods.py:Pods",)),
+    "nat": Arm((f"learner={PROTOTYPES}/nat.py:Nat",)),
+    "prefixes": Arm((f"selector={PREFIXES}:Prefixes", f"env.name={PREFIXES}:CountdownWithPrefixes")),
+    "demonstrations": Arm((f"selector={PREFIXES}:Demonstrations", f"env.name={PREFIXES}:CountdownWithPrefixes")),
 }
 """Arms by name. What they are compared with: docs/trials.md."""
 
@@ -90,8 +101,14 @@ def spec_of(track: str, arm: Arm, model: str, cap_s: float) -> Spec:
     """Return what all runs of an arm share."""
     changes = (*ONE_PROCESS, *arm.changes, "max_steps=1000000")
     directory = str(WORK / "trials" / track)
-    spec = Spec(track, "fastest", 0, 0.0, "cpu", model, directory, cap_s, GROWTH, changes, cpu_clock=True)
+    base, _ = of_speedrun(track)
+    spec = Spec(base, "fastest", 0, 0.0, "cpu", model, directory, cap_s, GROWTH, changes, cpu_clock=True)
     return replace(spec, decay=arm.decay)
+
+
+def of_speedrun(track: str) -> tuple[str, int | None]:
+    """Return the speedrun's track, and the hidden size of its model; None: the default."""
+    return SIZES.get(track, (track, None))
 
 
 def ran(
@@ -217,12 +234,12 @@ def write_table(track: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("track", choices=list(TRACKS))
+    parser.add_argument("track", choices=[*TRACKS, *SIZES])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=[])
     parser.add_argument("--quick", action="store_true", help="a rate, two seeds and 40 seconds each")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    model = "" if options.table else make_model(options.track)
+    model = "" if options.table else make_model(*of_speedrun(options.track))
     names = [] if options.table else list(dict.fromkeys(["base", *options.arms]))
     for name in names:
         if options.quick:

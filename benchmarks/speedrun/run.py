@@ -75,8 +75,11 @@ def jobs_of(track: str, sides: Sequence[str], seeds: Sequence[int], directory: P
     return jobs
 
 
-def make_model(track: str) -> str:
-    """Return the directory of the model that all sides start from, made first if need be. Exits if it is not here."""
+def make_model(track: str, hidden_size: int | None = None) -> str:
+    """Return the directory of the model that all sides start from, made first if need be. Exits if it is not here.
+
+    `hidden_size`: of a warm start with layers of another width, and all else the same.
+    """
     from winnow.base.errors import ConfigError
     from winnow.engine.pretrained import located
 
@@ -87,7 +90,8 @@ def make_model(track: str) -> str:
             return located(t.model)
         except ConfigError as error:
             raise SystemExit(str(error)) from None
-    path = WORK / "models" / t.model
+    of_size = {} if hidden_size is None else widths(hidden_size)
+    path = WORK / "models" / (t.model if hidden_size is None else f"{t.model}-{hidden_size}")
     if not (path / "config.json").exists():
         from speedrun.sides import config_of
 
@@ -96,8 +100,13 @@ def make_model(track: str) -> str:
 
         print(f"{track}: making the model that all sides start from, outside the clock", flush=True)
         spec = Spec(track, "dapo", 0, 0.0001, "cpu", str(path), str(WORK), 0.0, 0.0)
-        warm_start(build_task(config_of(spec).env), path, config=WarmStartConfig(**t.warm_start))
+        warm_start(build_task(config_of(spec).env), path, config=WarmStartConfig(**t.warm_start, **of_size))
     return str(path)
+
+
+def widths(hidden_size: int) -> dict[str, int]:
+    """Return options of a warm start whose layers and heads have the default's proportions."""
+    return {"hidden_size": hidden_size, "intermediate_size": 3 * hidden_size, "num_heads": hidden_size // 32}
 
 
 def is_trained(spec: Spec) -> bool:

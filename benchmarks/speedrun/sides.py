@@ -125,11 +125,14 @@ def run_winnow(spec: Spec, clock: Any) -> dict[str, Any]:
     config = config_of(spec)
     callbacks, averaging = [clock], None
     if spec.decay:
-        from prototypes import Averaging
+        from prototypes.averaging import Averaging
 
         averaging = Averaging(spec.decay)
         callbacks = [averaging, clock]
     trainer = Trainer(config=config, callbacks=callbacks)
+    scale: Any = trainer.methods.step_scale
+    if hasattr(scale, "on_step_end"):  # one of `prototypes`, which goes by the groups of each step
+        trainer.add_callback(scale)
     clock.save = trainer.save_model if averaging is None else averaging.saving(trainer.save_model)
     stopped = ""
     try:

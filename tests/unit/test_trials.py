@@ -8,15 +8,25 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from winnow.learner.batch import PassLimits, collate, micro_batches
+from winnow.learner.rows import Row
+from winnow.methods.correct.truncate import Truncate
 from winnow.methods.group_kind import BY_REWARDS
+from winnow.methods.loss import LossConfig
+from winnow.methods.policy_loss.plain import Plain
+from winnow.run.resolved import Options
+from winnow.tasks.countdown import verify_steps
 from winnow.types import Prompt, Visit
 
 from ..builders.groups import make_group
+from .learner_models import assert_equal, gpt2, gradients, learner_of, random_rows
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -89,7 +99,7 @@ def test_an_arm_runs_together_with_the_base_and_they_take_turns_on_the_cores(
 
 @pytest.mark.usefixtures("trials")
 def test_pods_keeps_the_widest_rewards_and_the_size_of_the_gradient() -> None:
-    from prototypes import Pods, widest
+    from prototypes.pods import Pods, widest
 
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -106,7 +116,7 @@ def test_pods_keeps_the_widest_rewards_and_the_size_of_the_gradient() -> None:
 
 @pytest.mark.usefixtures("trials")
 def test_prefixes_are_part_of_the_prompt_adapt_and_teach_no_pass_rate() -> None:
-    from prototypes import CountdownWithPrefixes, Prefixes, whole_answer_reward
+    from prototypes.prefixes import CountdownWithPrefixes, Prefixes, whole_answer_reward
 
     task = CountdownWithPrefixes(train_size=40, test_size=8).build()
     selector = Prefixes(share=0.5).build(task.train, 0, BY_REWARDS)
@@ -131,6 +141,210 @@ def test_prefixes_are_part_of_the_prompt_adapt_and_teach_no_pass_rate() -> None:
     assert (selector.right_N == rates).all()
     whole = whole_answer_reward([" , 3 * 4 = 12", "= 12"], [[1, 2, 4]] * 2, [12] * 2, ["steps"] * 2, ["1 + 2 = 3"] * 2)
     assert whole == [1.0, 0.0]
+
+
+@pytest.mark.usefixtures("trials")
+def test_demonstrations_begin_hard_prompts_alone_and_stay() -> None:
+    from prototypes.prefixes import CountdownWithPrefixes, Demonstrations
+
+    task = CountdownWithPrefixes(train_size=40, test_size=8).build()
+    selector = Demonstrations(share=0.5).build(task.train, 0, BY_REWARDS)
+    assert not any(visit.prompt.columns["prefix"] for visit in selector.select(10)), "no rate is known yet"
+    for prompt in task.train:
+        rewards: list[float | None] = [[0.0] * 16, [1.0] * 16][prompt.ordinal % 2]
+        group = replace(make_group(0, rewards), visit=Visit(0, 0, prompt))
+        for rollout in group.rollouts:
+            rollout.text = "1 + 1 = 2 , 2 + 2 = 4"
+        selector.observe_group(group)
+    begun = [visit.prompt for visit in selector.select(10) if visit.verdict.keep and visit.prompt.columns["prefix"]]
+    assert begun
+    for prompt in begun:
+        ordinal = prompt.ordinal % len(task.train)
+        words = selector.answers[ordinal, True]
+        columns = prompt.columns
+        assert ordinal % 2 == 0, "the others are easy"
+        assert columns["prefix"] == " ".join(words[:3])
+        assert verify_steps(" ".join(words), columns["numbers"], columns["target"])
+        rest = " ".join(words[3:])
+        assert task.reward_funcs[0]([rest], [columns["numbers"]], [columns["target"]], ["steps"], ["1 +"]) == [0.0]
+        assert task.reward_funcs[0](
+            [rest], [columns["numbers"]], [columns["target"]], ["steps"], [columns["prefix"]]
+        ) == [1.0]
+    again = Demonstrations(share=0.5).build(task.train, 0, BY_REWARDS)
+    assert again.words_for(task.train[0], True) == selector.words_for(task.train[0], True)
+
+
+def gradient_of(rows: list[Row], loss: LossConfig) -> list[torch.Tensor]:
+    """In float64, from a model without float32 norms, with prefix trees."""
+    batches = micro_batches(rows, PassLimits(pairs=1e9), pad_id=0)
+    return gradients(gpt2().double(), batches, loss)[0]
+
+
+OF_TOKENS = (LossConfig(policy_loss=Plain(), correction=Truncate(level="token")), LossConfig(entropy_coef=0.05))
+"""Losses whose ratios are those of tokens."""
+
+
+@pytest.mark.usefixtures("trials")
+@pytest.mark.parametrize("loss", OF_TOKENS)
+def test_the_expected_gradient_of_random_prefixes_is_that_of_whole_rollouts(loss: LossConfig) -> None:
+    from prototypes.nat import Nat, prefixes
+
+    rows, options = random_rows(n=3, advantages=(1.0, -0.5, 2.0)), Nat(share=0.5, whole=0.25)
+    whole_gradient = gradient_of(rows, loss)
+    expected = [torch.zeros_like(gradient) for gradient in whole_gradient]
+    for draws in itertools.product((True, False), repeat=len(rows)):
+        whole_R = np.array(draws)
+        probability = float(np.where(whole_R, options.whole, 1 - options.whole).prod())
+        for total, gradient in zip(expected, gradient_of(prefixes(rows, whole_R, options), loss), strict=True):
+            total += probability * gradient
+    assert_equal(expected, whole_gradient)
+
+
+@pytest.mark.usefixtures("trials")
+def test_a_prefix_is_half_of_the_action_tokens_and_its_draw_is_keyed_by_the_step() -> None:
+    from prototypes.nat import Nat, PrefixLearner, prefixes
+
+    rows, options = random_rows(n=200), Nat()
+    actions = np.array([row.rollout.action_mask.sum() for row in rows])
+    for row, number in zip(rows, actions, strict=True):
+        cut, whole = (prefixes([row], np.array([drawn]), options) for drawn in (False, True))
+        assert sum(part.rollout.action_mask.sum() for part in whole) == number
+        assert cut[0].rollout.action_mask.sum() == -(-number // 2)
+        assert cut[0].length <= row.length
+        assert [part.weight for part in whole] == [row.weight, 2 * row.weight][: len(whole)]
+    local: Any = SimpleNamespace(accumulate=lambda rows, loss, iteration: rows)
+    learner = PrefixLearner(local, options)
+
+    def trained(seed: int) -> list[tuple[int, int, float]]:
+        torch.manual_seed(seed)
+        found: Any = learner.accumulate(rows, LossConfig())
+        return [(row.rollout_number or 0, int(row.rollout.action_mask.sum()), row.weight) for row in found]
+
+    assert trained(1) == trained(1) != trained(2)
+    assert len(trained(1)) == pytest.approx(len(rows) + 0.5 * (actions > 1).sum(), abs=25)
+    assert sum(number for _, number, _ in trained(1)) < actions.sum()
+
+
+def used_again(rows: list[Row], norms: list[float]) -> Any:
+    """A learner under the gate that has used these rows once, and whose window has these norms."""
+    from prototypes.dgg import Dgg, GatedLearner
+
+    model = gpt2().double()
+    learner = GatedLearner(learner_of(model), model, Dgg(window=4))
+    learner.accumulate(rows, LossConfig())
+    model.zero_grad(set_to_none=True)
+    learner.norms.extend(norms)
+    return learner
+
+
+@pytest.mark.usefixtures("trials")
+def test_second_uses_are_skipped_above_the_quantile_of_first_uses() -> None:
+    again, fresh = random_rows(n=6, advantages=(1.0, -0.5, 2.0)), random_rows(seed=1, n=4, advantages=(1.0, -1.0))
+    loss = LossConfig()
+    for norms, skipped in (([1e-9] * 4, True), ([1e9] * 4, False), ([1e-9] * 2, False)):
+        learner = used_again(again, norms)
+        stats = learner.accumulate([*fresh, *again], loss)
+        expected, of_rows = gradients(
+            gpt2().double(), [collate(fresh if skipped else [*fresh, *again], pad_id=0)], loss
+        )
+        assert_equal([p.grad for p in learner.parameters], expected)
+        assert stats.sums == pytest.approx(of_rows.sums)
+        assert sum(len(log_w_B) for log_w_B in stats.log_w_B) == 4 + 6 * (not skipped)
+        assert learner.metrics()["reuse/skips"] == skipped
+
+
+@pytest.mark.usefixtures("trials")
+def test_the_norm_is_of_the_heads_mean_gradient_over_first_uses() -> None:
+    again, fresh = random_rows(n=6, advantages=(1.0, -0.5, 2.0)), random_rows(seed=1, n=4, advantages=(1.0, -1.0))
+    learner = used_again(again, [1e9] * 4)
+    learner.accumulate([*again, *fresh], LossConfig())
+    model = gpt2().double()
+    gradients(model, [collate(fresh, pad_id=0)], LossConfig())
+    mean = model.get_output_embeddings().weight.grad.norm() / sum(row.weight for row in fresh)
+    assert learner.norms[-1] == pytest.approx(float(mean))
+    learner.norms.extend([1.0, 2.0, 3.0, 4.0])
+    assert [learner.is_excessive(norm) for norm in (3.69, 3.71)] == [False, True]  # 0.9 of the way from 1 to 4
+
+
+@pytest.mark.usefixtures("trials")
+def test_the_rate_follows_the_share_of_mixed_groups_within_its_bounds() -> None:
+    from prototypes.mixed_rate import MixedRate
+
+    scale = MixedRate(low=0.5, high=1.25).build()
+
+    def after(mixed: int, equal: int, failed: int = 0) -> float:
+        """The factor after a step with so many groups."""
+        rewards = [[1.0, 0.0]] * mixed + [[1.0, 1.0]] * equal + [[None, None]] * failed
+        groups = [make_group(number, list(of_group)) for number, of_group in enumerate(rewards)]
+        for group in groups:
+            BY_REWARDS.kind(group)
+        scale.on_step_end(None, None, None, groups=groups, model=None)
+        assert scale.metrics() == {"mixed_rate/factor": scale(0.3)}
+        return scale(1.0)
+
+    assert scale(1.0) == 1.0, "before the first step"
+    assert after(0, 0, failed=2) == 1.0, "failed groups are not judged"
+    assert after(4, 6, failed=5) == 1.0
+    assert after(6, 4) == pytest.approx(0.6 / 0.5)
+    assert after(10, 0) == 1.25, "not 1.5, the share over the mean of 0.4, 0.6 and 1"
+    assert after(1, 9) == 0.5, "not 0.19"
+
+
+@pytest.mark.usefixtures("trials")
+def test_a_step_scale_that_goes_by_groups_is_a_callback_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prototypes.mixed_rate import MixedRate
+    from speedrun import sides
+
+    scale, added = MixedRate().build(), []
+
+    class Fake:
+        """Trains nothing."""
+
+        state = SimpleNamespace(log_history=[])
+
+        def __init__(self, **given: Any) -> None:
+            self.methods = SimpleNamespace(step_scale=scale)
+
+        add_callback = staticmethod(added.append)
+        save_model = train = staticmethod(lambda *args: None)
+
+    monkeypatch.setattr("winnow.run.trainer.Trainer", Fake)
+    monkeypatch.setattr(sides, "config_of", lambda spec: SimpleNamespace(model_dump=lambda mode: {}))
+    spec = sides.Spec("countdown", "fastest", 0, 1e-4, "cpu", "model", "directory", 1.0, 1.25)
+    sides.run_winnow(spec, SimpleNamespace())
+    assert added == [scale]
+
+
+def test_every_arm_is_a_valid_configuration(trials: Any) -> None:
+    from speedrun.sides import config_of
+
+    for arm in trials.ARMS.values():
+        spec = replace(trials.spec_of("countdown", arm, "model", 120.0), rate=arm.rates[0])
+        assert Options.from_config(config_of(spec)).methods
+
+
+def test_other_sizes_have_models_records_and_tables_of_their_own(
+    trials: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from speedrun import run
+
+    from winnow.study.warm_start import WarmStartConfig
+
+    made: list[tuple[Path, WarmStartConfig]] = []
+    monkeypatch.setattr(run, "WORK", tmp_path)
+    monkeypatch.setattr("winnow.run.inputs.build_task", lambda env: None)
+    monkeypatch.setattr("winnow.study.warm_start.warm_start", lambda task, path, config: made.append((path, config)))
+    page = trials.DOCS.read_text(encoding="utf-8")
+    for track in trials.SIZES:
+        spec = trials.spec_of(track, trials.ARMS["base"], "model", 120.0)
+        assert (spec.track, Path(spec.directory).name) == ("countdown", track)
+        assert trials.records_of(track, "base", trials.CAP_S).parent.name == track
+        assert f"<!-- trials-{track} -->\n" in page
+        run.make_model(*trials.of_speedrun(track))
+    run.make_model(*trials.of_speedrun("countdown"))
+    assert [path.name for path, _ in made] == ["countdown-64", "countdown-256", "countdown"]
+    sizes = [(c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.max_steps) for _, c in made]
+    assert sizes == [(64, 192, 2, 1, 270), (256, 768, 8, 1, 270), (128, 384, 4, 1, 270)]
 
 
 def test_arms_have_as_many_tries_and_seeds_are_unused(trials: Any) -> None:

@@ -1,83 +1,20 @@
-"""Prototypes of methods that `trials.py` tries; what wins there is built in `src`."""
+"""Visits that begin with words of an earlier rollout (2605.05112, 2601.20829) or a demonstration of their prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import torch
-from transformers import TrainerCallback
-
-from winnow.methods.advantage import Advantage
-from winnow.methods.advantage.rloo import rloo
+from winnow.base.noise import noise_key
 from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select.thompson import Thompson, ThompsonSelector
-from winnow.tasks.countdown import Countdown, CountdownConfig, countdown_reward
+from winnow.tasks.countdown import Countdown, CountdownConfig, countdown_reward, sample_solution
 from winnow.types import Group, Prompt, Verdict, Visit
 
-
-def widest(rewards_n: np.ndarray, m: int) -> np.ndarray:
-    """Return which m of n rewards have the largest variance, [n] bool: the lowest and the highest (2504.13818)."""
-    order, n = np.argsort(rewards_n, kind="stable"), len(rewards_n)
-    ends = [np.r_[order[:low], order[n - (m - low) :]] for low in range(m + 1)]
-    best = max(ends, key=lambda some: rewards_n[some].var())
-    chosen = np.zeros(n, dtype=bool)
-    chosen[best] = True
-    return chosen
-
-
-@dataclass(frozen=True)
-class Pods(Advantage):
-    """PODS: RLOO's advantages of all rollouts, trained on the share of them with the largest variance of rewards.
-
-    The others get 0, which takes no pass, and those that are kept count for them.
-    """
-
-    keep: float = 0.5
-
-    def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        advantages_G = rloo(rewards_G)
-        present = np.flatnonzero(~np.isnan(rewards_G))
-        m = max(2, round(self.keep * len(present)))
-        if m >= len(present):
-            return advantages_G
-        dropped = present[~widest(rewards_G[present], m)]
-        advantages_G *= len(present) / m
-        advantages_G[dropped] = 0.0
-        return advantages_G
-
-
-class Averaging(TrainerCallback):
-    """Averages the weights of a run, exponentially over its steps; nothing else of the run sees the average."""
-
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.model: Any = None
-        self.averages: dict[str, torch.Tensor] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.model = model
-        for name, tensor in model.state_dict().items():
-            if name in self.averages:
-                self.averages[name].lerp_(tensor, 1 - self.decay)
-            else:
-                self.averages[name] = tensor.clone()
-
-    def saving(self, save: Callable[[str], None]) -> Callable[[str], None]:
-        """Return a function that saves the average in place of the last weights."""
-
-        def save_average(directory: str) -> None:
-            weights = self.model.state_dict()
-            last = {name: tensor.clone() for name, tensor in weights.items()}
-            for name, tensor in weights.items():
-                tensor.copy_(self.averages[name])
-            save(directory)
-            for name, tensor in weights.items():
-                tensor.copy_(last[name])
-
-        return save_average
+DEMONSTRATION_STREAM = 102
+LIMIT = CountdownConfig().limit
 
 
 @dataclass(frozen=True)
@@ -129,9 +66,9 @@ class PrefixSelector(ThompsonSelector):
         rate = right / (right + wrong)
         head_start = bool(rate < self.options.hard)
         key = prompt.ordinal, head_start
-        if self.options.hard <= rate <= self.options.easy or key not in self.answers:
+        words = [] if self.options.hard <= rate <= self.options.easy else self.words_for(prompt, head_start)
+        if not words:
             return None
-        words = self.answers[key]
         length = self.lengths.setdefault(key, self.options.head_start if head_start else self.options.handicap)
         length = min(length, len(words) - 1)
         if length < 1:
@@ -142,13 +79,21 @@ class PrefixSelector(ThompsonSelector):
         ordinal = (2 * length + head_start) * len(self.prompts) + prompt.ordinal
         return replace(prompt, ordinal=ordinal, text=f"{prompt.text} {prefix}", columns=columns)
 
+    def words_for(self, prompt: Prompt, head_start: bool) -> list[str]:
+        """Return the words that the prompt's next prefix may be of; none if there is no answer to take them from."""
+        return self.answers.get((prompt.ordinal, head_start), [])
+
+    def remember(self, ordinal: int, right: bool, text: str) -> None:
+        """Take a rollout without prefix for later ones."""
+        self.answers[ordinal, right] = text.split()
+
     def observe_group(self, group: Group) -> None:
         judged = {id(r): self.judge.success.right(r) for r in group.siblings if r.reward is not None}
         ordinal = group.prompt.ordinal % len(self.prompts)
         if not group.prompt.columns["prefix"]:
             for rollout in group.siblings:
                 if id(rollout) in judged:
-                    self.answers[ordinal, bool(judged[id(rollout)])] = rollout.text.split()
+                    self.remember(ordinal, bool(judged[id(rollout)]), rollout.text)
             super().observe_group(group)
             return
         self.tried += 1
@@ -164,6 +109,32 @@ class PrefixSelector(ThompsonSelector):
         found = super().metrics() | {"prefix/visits": float(self.tried), "prefix/mixed": float(self.mixed)}
         self.tried = self.mixed = 0
         return found
+
+
+@dataclass(frozen=True)
+class Demonstrations(Prefixes):
+    """Head starts for hard prompts, from worked steps instead of own right rollouts, which most of them do not have."""
+
+    easy: float = 1.0
+    """No prompt gets a handicap."""
+
+    def build(self, prompts: Sequence[Prompt], seed: int, judge: GroupJudge) -> DemonstrationSelector:  # type: ignore[override]
+        return DemonstrationSelector(prompts, seed, self, judge)
+
+
+class DemonstrationSelector(PrefixSelector):
+    """A prompt's demonstration is drawn once: of all solutions, uniformly."""
+
+    def words_for(self, prompt: Prompt, head_start: bool) -> list[str]:
+        key = prompt.ordinal, head_start
+        if key not in self.answers:
+            numbers, target = tuple(prompt.columns["numbers"]), prompt.columns["target"]
+            rng = random.Random(noise_key(self.seed, DEMONSTRATION_STREAM, prompt.ordinal))
+            self.answers[key] = sample_solution(numbers, target, LIMIT, rng).split()
+        return self.answers[key]
+
+    def remember(self, ordinal: int, right: bool, text: str) -> None:
+        """Demonstrations are not replaced by rollouts."""
 
 
 @dataclass(frozen=True)
