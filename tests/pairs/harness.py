@@ -188,7 +188,12 @@ def _examine_counts(db: sqlite3.Connection, steps: Sequence[Mapping[str, float]]
             row["step"] - 1,
         )
         sampled_now = not late and not row.get("reuse/groups", 0)
-        exact = sampled_now and config.get("num_iterations", 1) == 1 and config.get("dtype", "float32") == "float32"
+        engine = config.get("engine")
+        types = {
+            config.get("dtype", "float32"),
+            engine.get("dtype", "float32") if isinstance(engine, dict) else "float32",
+        }
+        exact = sampled_now and config.get("num_iterations", 1) == 1 and types == {"float32"}
         difference = row.get("sampling/sampling_logp_difference/max", 0.0)
         assert difference < 1e-4 or not exact, f"step {row['step']}: learner and engine differ by {difference}"
     assert one("SELECT COUNT(*) FROM rollouts WHERE void = 0 AND NOT (survival_p > 0 AND survival_p <= 1)") == 0
