@@ -249,6 +249,10 @@ def _problem(r: Rollout) -> str:
     return ""
 
 
+SHORT = 64
+"""Values up to which a list is faster than an array."""
+
+
 def rollout_row(path: Path, visit: int, step: int, r: Rollout) -> tuple[Any, ...]:
     """Return the row of a finished rollout. Raises ValueError."""
     if problem := _problem(r):
@@ -259,7 +263,8 @@ def rollout_row(path: Path, visit: int, step: int, r: Rollout) -> tuple[Any, ...
     prompt_tokens = len(r.prompt_ids) + sum(len(segment.prompt_ids) for segment in r.later_segments)
     counts = prompt_tokens, tokens, len(r.token_ids) - tokens - r.abandoned_tokens
     reward = None if r.reward is None else float(r.reward)
-    lag = (int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))) if tokens else (None, None)
+    few = versions.tolist() if tokens < SHORT else [int(versions.min()), int(versions.max())]
+    lag = (min(few), max(few)) if few else (None, None)
     rest = float(r.seconds), clean(r.stop_reason), float(r.survival_p)
     return visit, r.sibling, step, r.fate.value, clean(r.reason), *counts, reward, as_json(r.rewards), *lag, *rest
 

@@ -84,6 +84,7 @@ def turn_requests(
     visit, purpose = flight.visit, flight.job.purpose
     group_key = noise_key(options.seed, STREAMS[purpose], visit.prompt.ordinal, visit.epoch)
     report_at = tuple(sorted(flight.token_gates))
+    drafts: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
     requests = []
     for sibling, stop, keep in turns:
         rollout, context = sibling.rollout, sibling.context()
@@ -93,6 +94,8 @@ def turn_requests(
             left = min(left, options.context_length - len(context))
         if turn_length is not None:
             left = min(left, turn_length)
+        if options.drafts and (before := tuple(sibling.turn_tokens)) not in drafts:
+            drafts[before] = flight.draft(sibling)
         length = left if sibling.settings.max_tokens is None else min(left, sibling.settings.max_tokens)
         requests.append(
             Request(
@@ -104,7 +107,7 @@ def turn_requests(
                 keep=keep,
                 raw_logp="raw_logp" in report,
                 last_hidden="last_hidden" in report,
-                draft=flight.draft(sibling)[:length] if options.drafts else (),
+                draft=drafts[before][:length] if options.drafts else (),
             )
         )
     return requests
