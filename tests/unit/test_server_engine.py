@@ -187,7 +187,7 @@ def test_a_server_on_a_cpu_gets_no_seeds(server: StandIn, tiny_model: Path, toke
     """vLLM would end as soon as it reads such a prompt in two steps."""
     (request,) = requests(tokenizer, 1)
     assert "seed" in connect(server, tiny_model, tokenizer)._params(request)
-    server.config["device_config"] = {"device_type": "cpu"}
+    server.config["device_config"] = {"device": "cpu"}
     assert "seed" not in connect(server, tiny_model, tokenizer)._params(request)
 
 

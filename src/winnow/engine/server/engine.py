@@ -84,7 +84,7 @@ class ServerEngine:
         self.version = 0
         self.dtype = str(config["model_config"].get("dtype", "unknown")).removeprefix("torch.")
         # On a CPU vLLM 0.32 dies of a seeded request whose tokens it reads in two steps.
-        self._seeded = (config.get("device_config") or {}).get("device_type") != "cpu"
+        self._seeded = (config.get("device_config") or {}).get("device") != "cpu"
         self._client, self._timeout_s, self._slots = client, timeout_s, slots
         limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         longest, length = min(max_length or limit, limit), int(config["model_config"]["max_model_len"])
