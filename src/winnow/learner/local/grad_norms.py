@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers.pytorch_utils import Conv1D
 
 from ...methods.segments import sum_by_rollout
@@ -82,7 +81,11 @@ def padded(values_N: torch.Tensor, number_N: torch.Tensor) -> torch.Tensor:
 
     `number_N`: int64, ascending from 0 to R - 1.
     """
-    return pad_sequence(values_N.split(number_N.bincount().tolist()), batch_first=True)
+    count_R = number_N.bincount()
+    place_N = torch.arange(len(number_N), device=number_N.device) - (count_R.cumsum(0) - count_R)[number_N]
+    padded = values_N.new_zeros(len(count_R), int(count_R.max()), *values_N.shape[1:])
+    padded[number_N, place_N] = values_N
+    return padded
 
 
 def joined(values_BT: torch.Tensor, rollout_B: torch.Tensor | None) -> torch.Tensor:
