@@ -9,7 +9,7 @@ for is in it; a run's first step is not counted.
 
 `step`: runs in one process, after each side has picked its own threads and matrix precision. Two workloads: `short`,
 the demo's model and prompts; `long_tail`, a model built to end its sequences with a hazard that the first sampled token
-decides, so that neither side is told the lengths.
+decides, so that neither side knows the lengths.
 
 `llm_update`: SmolLM2-135M-Instruct, each run in a process of its own, whose peak memory is taken. Two workloads:
 `equal`, completions of 64 tokens, one of four groups with equal rewards; `long_tail`, of up to 256, where the model

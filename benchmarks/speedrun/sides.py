@@ -131,7 +131,7 @@ def run_winnow(spec: Spec, clock: Any) -> dict[str, Any]:
         callbacks = [averaging, clock]
     trainer = Trainer(config=config, callbacks=callbacks)
     scale: Any = trainer.methods.step_scale
-    if hasattr(scale, "on_step_end"):  # one of `prototypes`, which goes by the groups of each step
+    if hasattr(scale, "on_step_end"):  # one of `prototypes`, which reads the groups of each step
         trainer.add_callback(scale)
     clock.save = trainer.save_model if averaging is None else averaging.saving(trainer.save_model)
     stopped = ""

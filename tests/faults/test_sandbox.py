@@ -27,8 +27,7 @@ from winnow.env.workers.seccomp import DENIED, program
 
 from ..builders.sandboxes import FORK_BOMB, OPTIONS, OWN_UID, inside
 
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-pytestmark = needs_bubblewrap
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""Encodings of files, slices of data sets, and paths of a run that has moved."""
+"""Encodings of files, slices of data sets, streams without an end, and paths of a run that has moved."""
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 from pathlib import Path
@@ -13,10 +14,11 @@ from winnow import ConfigError, Trainer
 from winnow.config.paths import absolute_paths, missing_paths
 from winnow.config.settings_yaml import read_yaml
 from winnow.env import row_files
+from winnow.env import rows as rows_module
 from winnow.env.dataset import DatasetConfig
 from winnow.env.row_files import DataError
 
-from ..builders.datasets import build
+from ..builders.datasets import build, build_rows
 
 ROWS = {
     "a.jsonl": '{"prompt": "é"}\n{"prompt": "b"}\n',
@@ -162,3 +164,23 @@ def test_a_run_that_has_moved(tmp_path, tiny_model, monkeypatch):
         Trainer.resume(tmp_path / "moved" / "run", {"max_steps": 3})
     os.symlink(tmp_path / "moved", project)
     assert Trainer.resume(tmp_path / "moved" / "run", {"max_steps": 3}).train()["step"] == 3
+
+
+def test_what_has_no_end_is_refused(monkeypatch):
+    monkeypatch.setattr(rows_module, "MAX_UNCOUNTED_ROWS", 50)
+    assert len(build_rows({"prompt": f"p{i}"} for i in range(50)).train) == 50
+    for endless in (({"prompt": f"p{i}"} for i in itertools.count()), itertools.cycle([{"prompt": "a"}])):
+        with pytest.raises(DataError, match=r"has no length, and no end within 50 rows; .* give itertools.islice"):
+            build_rows(endless)
+    assert len(build_rows([{"prompt": f"p{i}"} for i in range(51)]).train) == 51
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_list([{"prompt": f"p{i}"} for i in range(60)]).to_iterable_dataset()
+    with pytest.raises(DataError, match=r"a IterableDataset has no length.* give train_dataset.take\(n\)"):
+        build_rows(stream)
+    assert [p.text for p in build_rows(stream.take(3)).train] == ["p0", "p1", "p2"]
+
+
+def test_longest_prompts():
+    task = build_rows([{"prompt": chr(97 + i) * n} for i, n in enumerate((3, 9, 1, 9, 5))])
+    assert [p.ordinal for p in task.train.longest(3)] == [1, 3, 4]
+    assert [p.ordinal for p in task.train.longest(9)] == [1, 3, 4, 0, 2]

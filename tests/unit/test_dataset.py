@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import gzip
 import hashlib
-import itertools
 import json
 import random
 import re
@@ -21,7 +20,6 @@ import pytest
 from winnow import ConfigError
 from winnow.base.dotted import TargetError
 from winnow.env import prompt_store, row_files
-from winnow.env import rows as rows_module
 from winnow.env.dataset import DatasetConfig, content_of
 from winnow.env.row_files import DataError
 
@@ -387,23 +385,3 @@ def test_fingerprints_are_what_they_were(tmp_path):
     task = build_rows(rows)
     assert [p.id for p in task.train] == ["ca978112ca1bbdca", "x", "cf95ef7c37d02158"]
     assert task.fingerprint() == "21ecebbec67b70fd0078bae3adf31f7f65aa677a665bbf1720c9d31c7e24d942"
-
-
-def test_what_has_no_end_is_refused(monkeypatch):
-    monkeypatch.setattr(rows_module, "MAX_UNCOUNTED_ROWS", 50)
-    assert len(build_rows({"prompt": f"p{i}"} for i in range(50)).train) == 50
-    for endless in (({"prompt": f"p{i}"} for i in itertools.count()), itertools.cycle([{"prompt": "a"}])):
-        with pytest.raises(DataError, match=r"has no length, and no end within 50 rows; .* give itertools.islice"):
-            build_rows(endless)
-    assert len(build_rows([{"prompt": f"p{i}"} for i in range(51)]).train) == 51
-    datasets = pytest.importorskip("datasets")
-    stream = datasets.Dataset.from_list([{"prompt": f"p{i}"} for i in range(60)]).to_iterable_dataset()
-    with pytest.raises(DataError, match=r"a IterableDataset has no length.* give train_dataset.take\(n\)"):
-        build_rows(stream)
-    assert [p.text for p in build_rows(stream.take(3)).train] == ["p0", "p1", "p2"]
-
-
-def test_longest_prompts():
-    task = build_rows([{"prompt": chr(97 + i) * n} for i, n in enumerate((3, 9, 1, 9, 5))])
-    assert [p.ordinal for p in task.train.longest(3)] == [1, 3, 4]
-    assert [p.ordinal for p in task.train.longest(9)] == [1, 3, 4, 0, 2]

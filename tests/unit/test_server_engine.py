@@ -152,8 +152,9 @@ def test_a_call_that_is_cancelled_before_it_is_made_is_not_made(server: StandIn,
     assert not engine._sent
 
 
-def test_what_waits_for_a_slot_is_cancelled_at_once(
-    server: StandIn, tiny_model: Path, model: Any, tokenizer: Any
+@pytest.mark.parametrize("cancelled", [(1, 2), (0, 1, 2)], ids=["those that wait", "all"])
+def test_what_waits_for_a_slot_is_not_sent_once_it_is_cancelled(
+    server: StandIn, tiny_model: Path, model: Any, tokenizer: Any, cancelled: tuple[int, ...]
 ) -> None:
     engine = connect(server, tiny_model, tokenizer, slots=1)
     engine.load_weights(model.state_dict(), 0)
@@ -161,34 +162,13 @@ def test_what_waits_for_a_slot_is_cancelled_at_once(
     engine.submit(requests(tokenizer, 3))
     time.sleep(0.1)
     started = time.monotonic()
-    assert len(engine.cancel([("train", 0, 1), ("train", 0, 2)])) == 2
+    assert len(engine.cancel([("train", 0, i) for i in cancelled])) == len(cancelled)
     assert time.monotonic() - started < 1
     server.hangs.clear()
-    assert len(play(engine)) == 1
-    assert len(server.bodies) == 1
-
-
-def test_what_waits_for_a_slot_is_not_sent_when_all_are_cancelled(
-    server: StandIn, tiny_model: Path, model: Any, tokenizer: Any
-) -> None:
-    engine = connect(server, tiny_model, tokenizer, slots=1)
-    engine.load_weights(model.state_dict(), 0)
-    server.hangs.set()
-    engine.submit(requests(tokenizer, 3))
-    time.sleep(0.1)
-    assert len(engine.cancel([("train", 0, i) for i in range(3)])) == 3
-    server.hangs.clear()
-    engine.submit([replace(requests(tokenizer, 1)[0], id="next")])
-    assert [ended.id for ended in play(engine)] == ["next"]
+    engine.submit([replace(requests(tokenizer, 1)[0], id=("train", 1, 0))])
+    left = [("train", 0, i) for i in range(3) if i not in cancelled]
+    assert [ended.id for ended in play(engine)] == [*left, ("train", 1, 0)]
     assert len(server.bodies) == 2
-
-
-def test_a_server_on_a_cpu_gets_no_seeds(server: StandIn, tiny_model: Path, tokenizer: Any) -> None:
-    """vLLM would end as soon as it reads such a prompt in two steps."""
-    (request,) = requests(tokenizer, 1)
-    assert "seed" in connect(server, tiny_model, tokenizer)._params(request)
-    server.config["device_config"] = {"device": "cpu"}
-    assert "seed" not in connect(server, tiny_model, tokenizer)._params(request)
 
 
 def test_tokens_of_two_versions(server: StandIn, engine: ServerEngine, model: Any, tokenizer: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from winnow.base.errors import ConfigError
+from winnow.engine import Request, SamplingParams
 from winnow.engine.server import options as options_module
 from winnow.engine.server.client import ServerError
 from winnow.engine.server.options import ServerOptions
@@ -95,3 +96,11 @@ def test_a_sampler_for_each_url() -> None:
     server = Server(url=("http://here", "https://there/vllm/"), timeout_s=9.0)
     assert server.samplers == server.least == 2
     assert server.engine_of(1) == ServerOptions("https://there/vllm/", 9.0)
+
+
+def test_a_server_on_a_cpu_gets_no_seeds(server: StandIn, tiny_model: Path, tokenizer: Any) -> None:
+    """vLLM would end as soon as it reads such a prompt in two steps."""
+    request = Request("it", tuple(tokenizer.encode("numbers 3 5 target 8 :")), SamplingParams(8), key=1)
+    assert "seed" in connect(server, tiny_model, tokenizer)._params(request)
+    server.config["device_config"] = {"device": "cpu"}
+    assert "seed" not in connect(server, tiny_model, tokenizer)._params(request)

@@ -172,7 +172,7 @@ def test_a_text_is_the_model() -> None:
     ("more", "message"),
     [
         ({"advantage": "opob", "policy_loss": "plain"}, "advantage: opob finds a baseline of whole rollouts"),
-        ({"correction": {"name": "mask", "only_negative": True}}, "goes by the sign of the rollout's"),
+        ({"correction": {"name": "mask", "only_negative": True}}, "uses the sign of the rollout's"),
         ({"top_p": 0.9}, "whole distribution, and top_p: 0.9 changes it"),
         ({"teacher": {"url": "http://localhost:1"}, "temperature": 0.7}, "at temperature 1, not temperature: 0.7"),
         ({"teacher": {"adapter": False}}, "adapter: false needs lora"),

@@ -31,10 +31,7 @@ def noise_key(*words: int, key: int = 0) -> int:
     `key`: that of the words before these, where many keys begin alike.
     """
     for word in words:
-        x = (key + _GAMMA + _mixed(word)) & _MASK  # `mix`, without a call
-        x = ((x ^ (x >> 30)) * _M1) & _MASK
-        x = ((x ^ (x >> 27)) * _M2) & _MASK
-        key = x ^ (x >> 31)
+        key = mix(key + _GAMMA + _mixed(word))
     return key
 
 

@@ -119,7 +119,7 @@ def _require_teacher(c: RunConfig, options: Options) -> None:
         )
     if isinstance(correction, OverBatch) or getattr(correction, "only_negative", False):
         raise ConfigError(
-            f"teacher: gives advantages of tokens, and correction: {names['correction'][0]} goes by the sign of the "
+            f"teacher: gives advantages of tokens, and correction: {names['correction'][0]} uses the sign of the "
             "rollout's; choose another, e.g. truncate"
         )
     if cut := c.changed(("top_p", "top_k", "min_p", "repetition_penalty")):
