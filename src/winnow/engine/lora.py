@@ -62,7 +62,7 @@ class Adapter:
         return f"{self.source}/{SETTINGS}" if self.given is None else self.source
 
     @property
-    def all_ranks(self) -> list[Any]:
+    def all_ranks(self) -> list[int]:
         return [self.settings.get("r", 8), *(self.settings.get("rank_pattern") or {}).values()]
 
     @property
@@ -157,6 +157,10 @@ def _check(adapter: Adapter) -> None:
             f"model: {name}: target_modules: expected a name or a list of names, not {_shown(targets)}; restore the "
             "file that belongs to the weights"
         )
+    patterns = s.get("rank_pattern") or {}
+    if not isinstance(patterns, dict) or any(type(r) is not int for r in (s.get("r", 8), *patterns.values())):
+        shown = f"r: {_shown(s.get('r'))}, rank_pattern: {_shown(patterns)}"
+        raise ConfigError(f"model: {name}: {shown}: ranks are integers; restore the file that belongs to the weights")
     for key, value in s.items():
         if key not in MERGED | UNUSED | {"revision"} and _set(key, value):
             raise ConfigError(f"model: {name}: {key}: {_shown(value)} is not supported; merge the adapter with peft")
@@ -219,8 +223,8 @@ def with_adapter(base: Any, adapter: Adapter, dropout: float = 0.0) -> Any:
 def _require_ranks(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> None:
     """Check ranks before peft allocates the layers that the settings describe, of any size."""
     most = max((max(t.shape, default=0) for n, t in tensors.items() if ".lora_" in n), default=0)
-    if wrong := next((r for r in adapter.all_ranks if not isinstance(r, int) or not 0 < r <= most), None):
-        raise ConfigError(f"model: {adapter.name}: rank {_shown(wrong)} is not that of the weights; restore the file")
+    if wrong := [r for r in adapter.all_ranks if not 0 < r <= most]:
+        raise ConfigError(f"model: {adapter.name}: rank {_shown(wrong[0])} is not that of the weights; restore the file")
 
 
 def _resize(base: Any, tensors: Mapping[str, torch.Tensor]) -> None:
