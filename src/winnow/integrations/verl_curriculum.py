@@ -37,7 +37,7 @@ from ..types import Fate, Group, Visit
 from .hosted import open_account, require_ledger, require_unchanged
 from .verl_config import KWARGS, success_of
 from .verl_data import FILES, VerlRows
-from .verl_rollouts import Launched, Trajectory, failed_rollout, groups_of
+from .verl_rollouts import Launched, Trajectory, as_filtered, failed_rollout, groups_of
 
 CHECKPOINT = Path("data.pt")
 """Name of the file in which verl keeps this state."""
@@ -164,9 +164,13 @@ class Curriculum:
                 "or give at_least alone"
             )
         for group in batch:
+            seen = group
+            if any(rollout.fate == Fate.FILTERED for rollout in group.rollouts):  # its rewards may still differ
+                seen = as_filtered(group)
+                group.kind = m.judge.kind(seen)
             self._tally.finished(group)
-            m.selector.observe_group(group)
-            m.audits.observe_group(group, m.judge)
+            m.selector.observe_group(seen)
+            m.audits.observe_group(seen, m.judge)
 
     def complete(self) -> None:
         """Book the batch that verl has trained on; does nothing without one."""

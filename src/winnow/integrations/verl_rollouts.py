@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,16 @@ def groups_of(
         rollouts += [failed_rollout(i) for i in missing]
         groups.append(Group(given.visit, sorted(rollouts, key=lambda r: r.sibling)))
     return groups
+
+
+def as_filtered(group: Group) -> Group:
+    """Return a group that verl's filter dropped with the best of its rewards for every sibling.
+
+    The filter may compare a metric without what shapes rewards: `acc`, while a long answer costs reward.
+    """
+    best = max(group.known_rewards(), default=None)
+    rollouts = [replace(r, reward=None if r.reward is None else best) for r in group.rollouts]
+    return replace(group, rollouts=rollouts)
 
 
 def without_tokens(sibling: int, **known: Any) -> Rollout:
