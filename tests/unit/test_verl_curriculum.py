@@ -347,6 +347,25 @@ def test_a_checkpoint_of_plain_verl(tmp_path: Path) -> None:
         curriculum_of(tmp_path).draw(1, 7)
 
 
+def test_a_reward_above_one_is_reported_and_a_resume_may_set_success(tmp_path: Path) -> None:
+    def reward(visit: Any, i: int) -> float:
+        return 1.1 * (i % 2)
+
+    first = curriculum_of(tmp_path, selector="thompson")
+    with pytest.warns(UserWarning, match=r"success: undecided \(a reward of 1\.1, above 1\); set .*learn nothing more"):
+        one_step(first, 0, reward=reward)
+    one_step(first, 1, reward=reward)
+    assert len((tmp_path / "winnow" / "warnings.jsonl").read_text().splitlines()) == 1
+    state = saved(first)
+    first.close()
+    second = curriculum_of(tmp_path, selector="thompson", success={"at_least": 1.1})
+    second.load_state_dict(state)
+    one_step(second, 2, reward=reward)
+    assert second._methods.selector.right_N.sum() > 0  # type: ignore[attr-defined]
+    with pytest.raises(RunDirectoryError, match="saved with other success"):
+        curriculum_of(tmp_path, selector="thompson").load_state_dict(saved(second))
+
+
 def test_a_changed_reward_is_reported(tmp_path: Path) -> None:
     code = tmp_path / "score.py"
     code.write_text("def compute_score(*args):\n    return 1.0\n")
