@@ -106,12 +106,13 @@ def test_it_learns_and_resumes(selector: Any) -> None:
 def test_errors_are_absent() -> None:
     run = curriculum()
     task = next(run.sampler)
-    unscored = Trace(0.0, rewards={"reward": None})
-    run.on_result(episodes(task, [Trace(1.0), Trace(0.0, has_error=True), unscored, Trace(math.nan), Trace(1.0)]))
+    unscored, large = Trace(0.0, rewards={"reward": None}), Trace(1e31)
+    bad = [Trace(0.0, has_error=True), unscored, large, Trace(math.nan)]
+    run.on_result(episodes(task, [Trace(1.0), *bad, Trace(1.0)]))
     run.on_result(episodes(task, [Trace(0.0, has_error=True)] * G))
     run.on_result(episodes(task, [Trace(9.0, trainable=False)]))
     z_N = run.sampler._selector.z_N  # type: ignore[attr-defined]
-    assert z_N.max() == pytest.approx(2 / 5), "two rewards of five are known, and equal"
+    assert z_N.max() == pytest.approx(2 / 6), "two rewards of six are known, and equal"
     assert run.sampler._step == 1, "every group counts towards the step"
 
 

@@ -137,7 +137,7 @@ def test_failed_rollouts_are_never_zeros(tmp_path: Path) -> None:
     bad = [trajectory(visits[1], i, 0, math.nan if i == 2 else float(i % 2)) for i in range(G)]
     groups = curriculum.returned([*bad, *some])  # in any order, and nothing of the third
     assert [rollout.fate for rollout in groups[1].rollouts] == [None, None, Fate.FAILED, None]
-    assert groups[1].rollouts[2].reason == "the reward is not finite (nan)"
+    assert groups[1].rollouts[2].reason == "the reward is not within +-1e+30 (nan)"
     curriculum.finished(1)
     with pytest.warns(UserWarning, match=r"5 of 12 rollouts failed .*left out and never count as reward 0"):
         curriculum.complete()
@@ -145,13 +145,27 @@ def test_failed_rollouts_are_never_zeros(tmp_path: Path) -> None:
     assert {fate: totals[fate]["rollouts"] for fate in ("trained", "failed")} == {"trained": 6, "failed": 6}
     with Ledger.open(tmp_path / "winnow" / "ledger.sqlite", read_only=True) as ledger:
         reasons = {reason.partition(":")[0] for reason, _, _ in ledger.failures()}
-    assert reasons == {"the reward is not finite (nan)", "verl has no trajectory of it"}
+    assert reasons == {"the reward is not within +-1e+30 (nan)", "verl has no trajectory of it"}
     z_N = curriculum._methods.selector.z_N  # type: ignore[attr-defined]
     assert z_N[visits[0].prompt.ordinal] == 0.75, "three of four siblings are known"
     assert z_N[visits[2].prompt.ordinal] == 0
     line = metrics_of(tmp_path / "winnow")[0]
     assert line["rollouts/failed_share"] == 0.5
     assert line["reward"] == pytest.approx((1.0 + 2 / 3) / 2)
+
+
+def test_numbers_too_large_for_statistics_are_absent(tmp_path: Path) -> None:
+    curriculum = curriculum_of(tmp_path)
+    (visit,) = curriculum.draw(1, 0)
+    curriculum.launch(visit, G)
+    rewards, answers = (0.0, 1e31, 0.0, 1.0), (1e200, 2.0, 10**400, 4.0)
+    curriculum.returned(trajectory(visit, i, 0, rewards[i], scores={"pred": answers[i]}) for i in range(G))
+    curriculum.finished(0)
+    with pytest.warns(UserWarning, match=r"1 of 4 rollouts failed .*: the reward is not within \+-1e\+30 \(1e\+31\)"):
+        curriculum.complete()
+    (line,) = metrics_of(tmp_path / "winnow")
+    assert line["rewards/pred/mean"] == 3.0
+    assert line["reward"] == pytest.approx(1 / 3)
 
 
 def test_what_verl_filters_and_discards(tmp_path: Path) -> None:
@@ -270,7 +284,7 @@ def test_the_last_step_finishes_the_account(tmp_path: Path) -> None:
 
 def test_a_batch_without_a_reward(tmp_path: Path) -> None:
     curriculum = curriculum_of(tmp_path)
-    with pytest.raises(RunStoppedError, match=r"step 0: no rollout of the batch has a reward; .*not finite \(inf\)"):
+    with pytest.raises(RunStoppedError, match=r"step 0: no rollout of the batch has a reward; .*not within .* \(inf\)"):
         one_step(curriculum, 0, reward=lambda visit, i: math.inf)
     assert proven(tmp_path / "winnow")[1]["failed"]["rollouts"] == PROMPTS * G
 

@@ -18,6 +18,7 @@ from pydantic import Field
 from ..base.errors import ConfigError
 from ..base.state import Count, State, at
 from ..config.options import MethodSpec, method, name_of
+from ..env.rewards.scores import MAX_REWARD
 from ..methods.advantage import ADVANTAGES
 from ..methods.group_kind import GroupJudge
 from ..methods.select import SELECTORS, StreamSelector
@@ -148,8 +149,8 @@ def _rollout(sibling: int, trace: Any) -> Rollout:
     """Return a trace as a rollout without tokens, which no selector reads."""
     rollout = without_tokens(sibling)
     scored = any(reward is not None for reward in trace.rewards.values())
-    if trace.has_error or not scored or not np.isfinite(trace.reward):
-        rollout.fate, rollout.reason = Fate.FAILED, "the trace has an error, or no reward that is finite"
+    if trace.has_error or not scored or not abs(trace.reward) <= MAX_REWARD:
+        rollout.fate, rollout.reason = Fate.FAILED, f"the trace has an error, or no reward within +-{MAX_REWARD:g}"
     else:
         rollout.reward = float(trace.reward)
     return rollout

@@ -184,7 +184,7 @@ class WinnowReplayBuffer(ReplayBuffer):
     def _report(
         self, partition_id: str, uids: set[str], snapshot: Mapping[str, Any], fate: Fate | None = None, reason: str = ""
     ) -> set[str]:
-        """Report groups to Winnow; return the keys of trajectories that failed: their reward is not finite."""
+        """Report groups to Winnow; return the keys of trajectories that failed: their reward cannot be used."""
         assert self.curriculum is not None
         keys = [key for key in snapshot if key.partition("_")[0] in uids]
         self._failed += len(uids - {key.partition("_")[0] for key in keys})

@@ -6,7 +6,6 @@ loop returned several outputs, e.g. because it rewrote the history. The last par
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..env.rewards.scores import MAX_REWARD
 from ..types import Fate, Group, Rollout, Segment, Visit
 
 NO_TRAJECTORY = "verl has no trajectory of it: generation or reward raised an error, which is in verl's log"
@@ -110,10 +110,10 @@ def _rollout(parts: Sequence[Trajectory], version: int, longest: int) -> Rollout
         later_segments=[Segment(start, part.prompt_ids) for start, part in later],
         num_computed_tokens=None,
     )
-    if math.isfinite(last.reward):
+    if abs(last.reward) <= MAX_REWARD:  # not NaN
         rollout.reward = float(last.reward)
     else:
-        rollout.fate, rollout.reason = Fate.FAILED, f"the reward is not finite ({last.reward})"
+        rollout.fate, rollout.reason = Fate.FAILED, f"the reward is not within +-{MAX_REWARD:g} ({last.reward})"
     return rollout
 
 
@@ -122,4 +122,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if math.isfinite(value) else None
+    """Return a float; None where it is not finite, or too large for statistics."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if abs(number) <= MAX_REWARD else None
