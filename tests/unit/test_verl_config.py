@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from winnow.base.errors import ConfigError
+from winnow.env.dataset import DatasetConfig
 from winnow.env.row_files import DataError
 from winnow.integrations.verl_config import KWARGS, SETTINGS, run_config
 from winnow.integrations.verl_data import VerlRows
+from winnow.methods.pass_rates import PassRate
 
 from ..builders.verl_steps import curriculum_of, row, rows, settings_of_verl
 
@@ -75,3 +78,23 @@ def test_rows_without_a_prompt() -> None:
         VerlRows([{"prompt": []}])
     task = VerlRows([{"question": "x"}, {"question": "x"}], "question")
     assert len({prompt.id for prompt in task.train}) == 2
+
+
+def test_a_profile_of_pass_rates_has_the_ids_of_the_rows(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows()))
+    profiled = DatasetConfig(path=str(tmp_path / "train.jsonl"), preset="verl").build().train
+    lines = [PassRate(prompt.id, 4, 2 * (n % 2), 0.0).line() for n, prompt in enumerate(profiled)]
+    (tmp_path / "rates.jsonl").write_text("\n".join(lines))
+    selector = {"name": "pass_rate", "profile": str(tmp_path / "rates.jsonl")}
+    visits = curriculum_of(tmp_path, selector=selector).draw(6, 0)
+    assert {visit.prompt.ordinal % 2 for visit in visits} == {1}
+
+
+@pytest.mark.parametrize("by", ["difficulty", "level"])
+def test_an_order_by_a_column(by: str, tmp_path: Path) -> None:
+    data = [row(n) | {"difficulty": 12 - n, "extra_info": {"level": -n}, "images": [n]} for n in range(12)]
+    visits = curriculum_of(tmp_path, data, selector={"name": "ordered", "by": by}).draw(3, 0)
+    assert [visit.prompt.ordinal for visit in visits] == [11, 10, 9]
+    task = VerlRows(data)
+    assert set(task.train[0].columns) == {"data_source", "reward_model", "difficulty", "level"}
+    assert task.fingerprint() == VerlRows(rows()).fingerprint(), "they identify no prompt"
