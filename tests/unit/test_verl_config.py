@@ -34,6 +34,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"reward__reward_model__enable": True}, {}, r"reward\.reward_model\.enable_resource_pool=True"),
     ({"algorithm__adv_estimator": "gae"}, {"selector": "greso"}, r"algorithm\.adv_estimator: gae .*selector=uniform"),
     ({"algorithm__adv_estimator": "remax"}, {"selector": "bayes"}, r"algorithm\.adv_estimator: remax"),
+    ({"algorithm__adv_estimator": "mine"}, {"selector": "bayes"}, r"algorithm\.adv_estimator: mine may let groups"),
+    ({"algorithm__use_kl_in_reward": True}, {"selector": "greso"}, r"use_kl_in_reward: True .*use_kl_in_reward=False"),
+    ({"distillation__enabled": True}, {"selector": "thompson"}, r"distillation\.enabled: True .*selector: thompson"),
 ]
 
 
