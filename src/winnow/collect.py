@@ -110,7 +110,7 @@ class Collector:
         """Error that ends the run, once no progress is possible."""
         self.tally = Tally(self.judge)
         """Counts of the current step."""
-        self.failures = FailureWatch(self.ledger.failures())
+        self.failures = FailureWatch(self.ledger.failures(), self.judge.success)
         self._stop_conditions = StopConditions(self.judge, self.limits, self.filter, self.refill_round)
         self._method_metrics: dict[str, float] = {}
         """Metrics of gates, audits and filter."""

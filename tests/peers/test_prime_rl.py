@@ -22,7 +22,9 @@ def episode(task: Any, reward: float | None, *, ok: bool = True) -> Any:
     """A finalized episode of one trace, as prime-rl's own tests build it."""
     seen = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     rewards = {"reward": None if reward is None else vf.Reward(score=reward)}
-    trace = vf.Trace(task=seen, agent=vf.AgentInfo(config=vf.AgentConfig()), rewards=rewards, ok=ok)
+    sampled = vf.MessageNode(message=vf.AssistantMessage(content="4"), sampled=True, token_ids=[7], mask=[True])
+    agent = vf.AgentInfo(config=vf.AgentConfig())
+    trace = vf.Trace(task=seen, agent=agent, rewards=rewards, ok=ok, nodes=[sampled])
     group = vf.GroupInfo(id=str(uuid.uuid4()))
     return vf.Episode(env=vf.EnvInfo(id="sums", name="sums"), task=trace.task, group=group, traces=[trace])
 

@@ -22,6 +22,7 @@ G, STEP = 4, 3
 @dataclass
 class Task:
     key: str
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -30,6 +31,11 @@ class Trace:
     has_error: bool = False
     rewards: dict[str, Any] = field(default_factory=lambda: {"reward": 1.0})
     trainable: bool = True
+    sampled: bool = True
+
+    @property
+    def nodes(self) -> list[Any]:
+        return [SimpleNamespace(mask=[False]), SimpleNamespace(mask=[self.sampled])]
 
     @property
     def agent(self) -> Any:
@@ -106,13 +112,28 @@ def test_it_learns_and_resumes(selector: Any) -> None:
 def test_errors_are_absent() -> None:
     run = curriculum()
     task = next(run.sampler)
-    unscored = Trace(0.0, rewards={"reward": None})
-    run.on_result(episodes(task, [Trace(1.0), Trace(0.0, has_error=True), unscored, Trace(math.nan), Trace(1.0)]))
+    unscored, large = Trace(0.0, rewards={"reward": None}), Trace(1e31)
+    bad = [Trace(0.0, has_error=True), unscored, large, Trace(math.nan), Trace(0.0, sampled=False)]
+    run.on_result(episodes(task, [Trace(1.0), *bad, Trace(1.0)]))
     run.on_result(episodes(task, [Trace(0.0, has_error=True)] * G))
     run.on_result(episodes(task, [Trace(9.0, trainable=False)]))
     z_N = run.sampler._selector.z_N  # type: ignore[attr-defined]
-    assert z_N.max() == pytest.approx(2 / 5), "two rewards of five are known, and equal"
+    assert z_N.max() == pytest.approx(2 / 7), "two rewards of seven are known, and equal"
     assert run.sampler._step == 1, "every group counts towards the step"
+
+
+def test_rollouts_that_do_not_arrive_are_unknown() -> None:
+    run = curriculum(group_size=8)
+    run.on_result(episodes(next(run.sampler), [Trace(1.0), Trace(1.0)]))
+    assert run.sampler._selector.z_N.max() == pytest.approx(2 / 8)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"group_size: must be at least 1 \(got 0\)"):
+        curriculum(group_size=0)
+
+
+def test_an_order_by_what_the_data_of_tasks_have() -> None:
+    ordered = [Task(f"task-{n}", {"difficulty": -n, "prompt": [{"role": "user"}]}) for n in range(12)]
+    sampler = WinnowSampler(ordered, {"name": "ordered", "by": "difficulty"}, groups_per_step=STEP)
+    assert [next(sampler).key for _ in range(3)] == ["task-11", "task-10", "task-9"]
 
 
 def test_what_is_refused() -> None:

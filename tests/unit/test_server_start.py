@@ -104,3 +104,25 @@ def test_a_server_on_a_cpu_gets_no_seeds(server: StandIn, tiny_model: Path, toke
     assert "seed" in connect(server, tiny_model, tokenizer)._params(request)
     server.config["device_config"] = {"device": "cpu"}
     assert "seed" not in connect(server, tiny_model, tokenizer)._params(request)
+
+
+def test_a_server_that_stops_answering_is_no_refusal(
+    server: StandIn, tiny_model: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sampler is then replaced up to `max_restarts` times: its engine hangs below /health, or it is gone again."""
+    held = threading.Event()
+    answers = server.post
+
+    def post(path: str, body: Any) -> Any:
+        if path == "/init_weight_transfer_engine":
+            held.wait(20)
+        return answers(path, body)
+
+    monkeypatch.setattr(server, "post", post)
+    with pytest.raises(ServerError, match=r"no answer to /init_weight_transfer_engine within 1\.5 s") as caught:
+        connect(server, tiny_model, tokenizer, timeout_s=1.5)
+    held.set()
+    assert "the run's model" not in str(caught.value)
+    monkeypatch.setattr(options_module, "_wait_for", lambda client, wait_s: server.close())
+    with pytest.raises(ServerError, match=r"no answer to /server_info \(ConnectionRefusedError"):
+        connect(server, tiny_model, tokenizer)

@@ -17,6 +17,7 @@ from winnow.methods.group_kind import GroupJudge
 from winnow.methods.select.greso import Greso
 from winnow.methods.select.pass_rate import PassRateBand
 from winnow.methods.success import Success, default_success
+from winnow.record.failures import FailureWatch
 from winnow.rollout.evaluate import summarize
 from winnow.run.build_methods import build_success
 from winnow.run.standalone import evaluate_model
@@ -69,6 +70,13 @@ def success_of(
 )
 def test_a_default_only_where_it_can_be_meant(functions: list[str], weights: Any, undecided: str) -> None:
     assert default_success(functions, weights).undecided == undecided
+
+
+def test_that_right_answers_are_unknown_is_reported_once() -> None:
+    watch = FailureWatch(success=default_success(["a", "b"], None))
+    (said,) = watch.observe([])
+    assert said.startswith("success: undecided (2 reward functions: a, b); set ")
+    assert list(watch.observe([])) == []
 
 
 def test_a_function_decides_for_kinds_and_pass_at_k() -> None:

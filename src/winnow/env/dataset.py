@@ -6,7 +6,7 @@ import ast
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -175,10 +175,14 @@ class DatasetTask(OneTurn):
             encode = json.JSONEncoder(sort_keys=True, default=str).encode
             for part in (self.train, self.test):
                 for prompt in part:
-                    digest.update(encode([prompt.id, content_of(prompt), prompt.columns]).encode())
+                    digest.update(encode([prompt.id, content_of(prompt), self._identity(prompt)]).encode())
                 digest.update(b"\n")
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
+
+    def _identity(self, prompt: Prompt) -> Mapping[str, Any]:
+        """Return the columns of a prompt that the fingerprint counts."""
+        return prompt.columns
 
     def _warn_of_duplicates(self) -> None:
         first_N = _first_with(self.train.digests())

@@ -33,9 +33,9 @@ def open_account(run_dir: Path, c: RunConfig, methods: Methods, mark: Mapping[st
         ledger.rollback(mark, reason=f"resumed from step {step}")
     else:
         ledger.set_meta("max_lag", "0")
-        ledger.set_meta("success", str(methods.judge.success))
         ledger.set_meta("finished", "false")
         ledger.set_meta("hosted", "true")
+    ledger.set_meta("success", str(methods.judge.success))
     return ledger
 
 

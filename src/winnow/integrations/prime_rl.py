@@ -18,6 +18,7 @@ from pydantic import Field
 from ..base.errors import ConfigError
 from ..base.state import Count, State, at
 from ..config.options import MethodSpec, method, name_of
+from ..env.rewards.scores import MAX_REWARD
 from ..methods.advantage import ADVANTAGES
 from ..methods.group_kind import GroupJudge
 from ..methods.select import SELECTORS, StreamSelector
@@ -41,9 +42,10 @@ class SamplerState(State):
 class WinnowSampler(Iterator[Any]):
     """Chooses the next task by a selector, which learns from every finalized group.
 
-    `tasks`: a finite taskset. `selector`: a name, or `{name: ..., option: value}`. `groups_per_step`: groups after
-    which a step is counted, since selectors adjust once a step. `at_least`: reward of a right answer. Raises
-    ConfigError naming the argument, its value and the remedy.
+    `tasks`: a finite taskset, of one environment. `selector`: a name, or `{name: ..., option: value}`.
+    `groups_per_step`: groups after which a step is counted, since selectors adjust once a step. `group_size`: rollouts
+    of a group; those that do not arrive are then unknown. `at_least`: reward of a right answer. Raises ConfigError
+    naming the argument, its value and the remedy.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class WinnowSampler(Iterator[Any]):
         selector: MethodSpec,
         *,
         groups_per_step: int,
+        group_size: int | None = None,
         seed: int = 0,
         at_least: float = 1.0,
     ) -> None:
@@ -61,8 +64,10 @@ class WinnowSampler(Iterator[Any]):
             raise ConfigError("tasks: none were given; a selector needs at least one")
         if groups_per_step < 1:
             raise ConfigError(f"groups_per_step: must be at least 1 (got {groups_per_step})")
+        if group_size is not None and group_size < 1:
+            raise ConfigError(f"group_size: must be at least 1 (got {group_size})")
         self._tasks, self._name, self._seed = tasks, name_of(selector), seed
-        self._groups_per_step = groups_per_step
+        self._groups_per_step, self._group_size = groups_per_step, group_size or 0
         keys = [str(task.key) for task in tasks]
         self._ordinals = {key: ordinal for ordinal, key in enumerate(keys)}
         if len(self._ordinals) < len(keys):
@@ -71,7 +76,7 @@ class WinnowSampler(Iterator[Any]):
         self._digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()
         advantage = method(ADVANTAGES, "grpo", "advantage")
         self._judge = GroupJudge(Success(at_least=at_least), advantage=advantage)
-        prompts = [Prompt(key, ordinal, text=key) for ordinal, key in enumerate(keys)]
+        prompts = [Prompt(key, n, text=key, columns=_columns(tasks[n])) for n, key in enumerate(keys)]
         options = method(SELECTORS, selector, "selector")
         if getattr(options, "refresh_steps", None):
             raise ConfigError("selector: refresh_steps rolls out all prompts periodically, which prime-rl cannot do")
@@ -94,13 +99,15 @@ class WinnowSampler(Iterator[Any]):
         return self._tasks[ordinal]
 
     def observe(self, group: Sequence[Any]) -> None:
-        """Learn from a finalized group of episodes. Traces with an error are absent, never a reward of 0."""
+        """Learn from a finalized group of episodes. Traces that failed are absent, never a reward of 0."""
         key = str(group[0].task.key)
         if key not in self._ordinals:
             raise ConfigError(f"a group has the task '{key}', which is not one of the {len(self._tasks)} tasks")
         ordinal = self._ordinals[key]
         rollouts = [_rollout(sibling, trace) for sibling, trace in enumerate(_trainable(group))]
         if rollouts:
+            arrived, missing = len(rollouts), self._group_size - len(group)
+            rollouts += [without_tokens(arrived + i, fate=Fate.FAILED) for i in range(missing)]
             visit = Visit(self._selector.visits, int(self._epoch_N[ordinal]), self._selector.prompts[ordinal])
             self._judge.success.observe(rollouts)
             self._selector.observe_group(Group(visit, rollouts))
@@ -140,6 +147,11 @@ class WinnowSampler(Iterator[Any]):
         self._step, self._observed = saved.step, saved.observed
 
 
+def _columns(task: Any) -> dict[str, Any]:
+    """Return the texts and numbers of a task's data."""
+    return {name: value for name, value in dict(task.data).items() if isinstance(value, str | int | float)}
+
+
 def _trainable(group: Sequence[Any]) -> list[Any]:
     return [trace for episode in group for trace in episode.traces if trace.agent.trainable]
 
@@ -148,8 +160,10 @@ def _rollout(sibling: int, trace: Any) -> Rollout:
     """Return a trace as a rollout without tokens, which no selector reads."""
     rollout = without_tokens(sibling)
     scored = any(reward is not None for reward in trace.rewards.values())
-    if trace.has_error or not scored or not np.isfinite(trace.reward):
-        rollout.fate, rollout.reason = Fate.FAILED, "the trace has an error, or no reward that is finite"
+    sampled = any(any(node.mask) for node in trace.nodes)  # prime-rl trains on no other
+    if trace.has_error or not sampled or not scored or not abs(trace.reward) <= MAX_REWARD:
+        rollout.fate = Fate.FAILED
+        rollout.reason = f"the trace has an error, no sampled token, or no reward within +-{MAX_REWARD:g}"
     else:
         rollout.reward = float(trace.reward)
     return rollout

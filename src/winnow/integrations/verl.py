@@ -26,6 +26,7 @@ from .verl_rollouts import Trajectory
 try:
     import transfer_queue as tq
     import verl
+    from datasets import Value
     from omegaconf import OmegaConf
     from torch.utils.data import get_worker_info
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
@@ -131,9 +132,10 @@ class WinnowReplayBuffer(ReplayBuffer):
         config, rows = self._trainer.config, data.dataframe
         if VISIT in rows.column_names:
             raise ConfigError(f"data.train_files: column '{VISIT}' is Winnow's own; rename it")
-        if data.prompt_key in rows.column_names:  # images and other columns are not read
-            read = (data.prompt_key, *IDENTITY, "extra_info")
-            rows = rows.select_columns([name for name in read if name in rows.column_names])
+        if data.prompt_key in rows.column_names:  # images are not read
+            read = {data.prompt_key, *IDENTITY, "extra_info"}
+            kept = [name for name, kind in rows.features.items() if name in read or isinstance(kind, Value)]
+            rows = rows.select_columns(kept)
         task = VerlRows(rows, data.prompt_key)
         epochs = len(task.train) // self.settings.prompts_per_step * (value_at(config, "trainer.total_epochs") or 1)
         steps = value_at(config, "trainer.total_training_steps") or max(1, epochs)
@@ -184,7 +186,7 @@ class WinnowReplayBuffer(ReplayBuffer):
     def _report(
         self, partition_id: str, uids: set[str], snapshot: Mapping[str, Any], fate: Fate | None = None, reason: str = ""
     ) -> set[str]:
-        """Report groups to Winnow; return the keys of trajectories that failed: their reward is not finite."""
+        """Report groups to Winnow; return the keys of trajectories that failed: their reward cannot be used."""
         assert self.curriculum is not None
         keys = [key for key in snapshot if key.partition("_")[0] in uids]
         self._failed += len(uids - {key.partition("_")[0] for key in keys})

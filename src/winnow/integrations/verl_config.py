@@ -18,6 +18,8 @@ KWARGS = "trainer.v1.sampler.sampler_kwargs"
 SETTINGS = ("selector", "audit", "success", "seed", "output_dir", "log_completions", "resume", "report_to")
 RELATIVE = frozenset({"grpo_passk", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline"})
 """verl's advantages that are 0 in a group with equal rewards, next to those that Winnow has under the same name."""
+NOT_TEACHING = {"algorithm.adv_estimator": "grpo", "algorithm.use_kl_in_reward": False, "distillation.enabled": False}
+"""Settings by which groups with equal rewards may teach, each with a value by which they do not."""
 
 
 def value_at(config: Any, key: str) -> Any:
@@ -52,7 +54,7 @@ def run_config(verl: Any, given: Mapping[str, Any]) -> RunConfig:
     }
     known = {key: value for key, value in values.items() if value is not None}
     c = validate(known | ({} if seed is None else {"seed": seed}) | dict(given), KWARGS)
-    _check_selector(c, str(value_at(verl, "algorithm.adv_estimator")))
+    _check_selector(c, verl)
     return c
 
 
@@ -95,8 +97,8 @@ def _refused(verl: Any) -> Iterator[str]:
         )
 
 
-def _check_selector(c: RunConfig, estimator: str) -> None:
-    """Raise ConfigError for a selector that verl, or its advantage, cannot have."""
+def _check_selector(c: RunConfig, verl: Any) -> None:
+    """Raise ConfigError for a selector that verl, or what it learns from, cannot have."""
     try:
         selector = Options.from_config(c).methods["selector"][0]
     except ConfigError as error:
@@ -106,11 +108,16 @@ def _check_selector(c: RunConfig, estimator: str) -> None:
             f"{KWARGS}: selector: refresh_steps rolls out all prompts periodically, which verl cannot do; make a "
             "profile with `winnow pass-rates` and give profile"
         )
-    if getattr(selector, "wants_signal", False) and not _is_group_relative(estimator):
-        raise ConfigError(
-            f"algorithm.adv_estimator: {estimator} can learn from groups with equal rewards, which selector: "
-            f"{name_of(c.selector)} skips; set algorithm.adv_estimator=grpo, or {KWARGS}.selector=uniform"
-        )
+    if not getattr(selector, "wants_signal", False):
+        return
+    for key, remedy in NOT_TEACHING.items():
+        value = value_at(verl, key)
+        may_teach = bool(value) if remedy is False else not _is_group_relative(str(value))
+        if may_teach:
+            raise ConfigError(
+                f"{key}: {value} may let groups with equal rewards teach, and selector: {name_of(c.selector)} skips "
+                f"them; set {key}={remedy}, or {KWARGS}.selector=uniform"
+            )
 
 
 def _is_group_relative(estimator: str) -> bool:

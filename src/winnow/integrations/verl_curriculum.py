@@ -37,7 +37,7 @@ from ..types import Fate, Group, Visit
 from .hosted import open_account, require_ledger, require_unchanged
 from .verl_config import KWARGS, success_of
 from .verl_data import FILES, VerlRows
-from .verl_rollouts import Launched, Trajectory, failed_rollout, groups_of
+from .verl_rollouts import Launched, Trajectory, as_filtered, failed_rollout, groups_of
 
 CHECKPOINT = Path("data.pt")
 """Name of the file in which verl keeps this state."""
@@ -164,9 +164,13 @@ class Curriculum:
                 "or give at_least alone"
             )
         for group in batch:
+            seen = group
+            if any(rollout.fate == Fate.FILTERED for rollout in group.rollouts):  # its rewards may still differ
+                seen = as_filtered(group)
+                group.kind = m.judge.kind(seen)
             self._tally.finished(group)
-            m.selector.observe_group(group)
-            m.audits.observe_group(group, m.judge)
+            m.selector.observe_group(seen)
+            m.audits.observe_group(seen, m.judge)
 
     def complete(self) -> None:
         """Book the batch that verl has trained on; does nothing without one."""
@@ -240,7 +244,10 @@ class Curriculum:
         with understood(CHECKPOINT):
             saved = CurriculumState.of(state)
         require_ledger(self.run_dir, f"{CHECKPOINT} of verl's checkpoint", NEW_RUN)
-        require_unchanged(CHECKPOINT, saved.config, self.config, saved.task == self._task.fingerprint(), FILES)
+        settings = saved.config
+        if saved.undecided:  # what was right was unknown, so it may be set now
+            settings = settings | {"success": as_saved(self.config)["success"]}
+        require_unchanged(CHECKPOINT, settings, self.config, saved.task == self._task.fingerprint(), FILES)
         self._changed = changes(saved.code, self._code, saved.step, strict=self.config.resume == "strict")
         self._resumed = saved
 
@@ -257,7 +264,7 @@ class Curriculum:
         ledger = open_account(self.run_dir, self.config, self._methods, mark, step)
         offsets = None if saved is None else saved.offsets
         self._records = Records(self.run_dir, as_saved(self.config), offsets, tokenizer=self._tokenizer)
-        self._failures = FailureWatch(ledger.failures())
+        self._failures = FailureWatch(ledger.failures(), self._methods.judge.success)
         if saved is not None:
             self._restore(saved)
         self._ledger = ledger
@@ -274,7 +281,8 @@ class Curriculum:
             load_with_audit(self._methods.selector, self._methods.audits.skips, saved.selector)
         self.step, self._totals = saved.step, TokenTotals(saved.num_tokens, num_computed_tokens=None)
         success = self._methods.judge.success
-        success.undecided = success.undecided or saved.undecided
+        if not success.declared:
+            success.undecided = success.undecided or saved.undecided
         self._clock.started_at(now(), before=saved.seconds_total)
 
     def close(self) -> None:

@@ -11,16 +11,18 @@ from ..env.dataset import DatasetConfig, DatasetTask
 from ..env.prompt_store import Store
 from ..env.row_files import DataError, Row
 from ..env.rows import rows_of
+from ..types import Prompt
 
 FILES = "data.train_files"
 IDENTITY = ("data_source", "reward_model")
-"""Columns that belong to the identity of a prompt, as its text does."""
+"""Columns that belong to the identity of a prompt, as its text does; others are for selectors."""
 
 
 class VerlRows(DatasetTask):
-    """Rows of verl's data set in its order. A prompt's id is `data_source:index`, or a hash of its text.
+    """Rows of verl's data set in its order. A prompt's id is a hash of its text, as `winnow pass-rates` has it.
 
-    Raises DataError naming a row without a prompt.
+    Its columns are texts and numbers, of the row and of `extra_info`, and `reward_model`. Raises DataError naming a row
+    without a prompt.
     """
 
     def __init__(self, rows: Iterable[Any], prompt_key: str = "prompt") -> None:
@@ -46,13 +48,17 @@ class VerlRows(DatasetTask):
             messages = messages_in(prompt)
             if text is None and messages is None:
                 raise DataError(f"{row.where}: '{self._prompt_key}' must be text or messages, not {prompt!r:.60}")
-            identity = {name: row.values[name] for name in IDENTITY if name in row.values}
-            store.add(Row(row.place, row.number, identity), _own_id(row.values), text, messages)
-        store.finish(may_repeat=True)
+            columns = _columns(row.values, self._prompt_key)
+            store.add(Row(row.place, row.number, columns), None, text, messages)
+        store.finish()
         return store
 
+    def _identity(self, prompt: Prompt) -> Mapping[str, Any]:
+        return {name: prompt.columns.get(name) for name in IDENTITY}
 
-def _own_id(values: Mapping[str, Any]) -> str | None:
+
+def _columns(values: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
     extra = values.get("extra_info")
-    index = extra.get("index") if isinstance(extra, Mapping) else None
-    return None if index is None else f"{values.get('data_source', 'row')}:{index}"
+    named = {**(extra if isinstance(extra, Mapping) else {}), **values}
+    del named[prompt_key]
+    return {name: value for name, value in named.items() if name in IDENTITY or isinstance(value, str | int | float)}

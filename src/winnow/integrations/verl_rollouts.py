@@ -6,14 +6,14 @@ loop returned several outputs, e.g. because it rewrote the history. The last par
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from ..env.rewards.scores import MAX_REWARD
 from ..types import Fate, Group, Rollout, Segment, Visit
 
 NO_TRAJECTORY = "verl has no trajectory of it: generation or reward raised an error, which is in verl's log"
@@ -68,6 +68,16 @@ def groups_of(
     return groups
 
 
+def as_filtered(group: Group) -> Group:
+    """Return a group that verl's filter dropped with the best of its rewards for every sibling.
+
+    The filter may compare a metric without what shapes rewards: `acc`, while a long answer costs reward.
+    """
+    best = max(group.known_rewards(), default=None)
+    rollouts = [replace(r, reward=None if r.reward is None else best) for r in group.rollouts]
+    return replace(group, rollouts=rollouts)
+
+
 def without_tokens(sibling: int, **known: Any) -> Rollout:
     """Return a rollout whose tokens are unknown; `known`: its other fields."""
     ids, logp, versions = np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.int32)
@@ -100,10 +110,10 @@ def _rollout(parts: Sequence[Trajectory], version: int, longest: int) -> Rollout
         later_segments=[Segment(start, part.prompt_ids) for start, part in later],
         num_computed_tokens=None,
     )
-    if math.isfinite(last.reward):
+    if abs(last.reward) <= MAX_REWARD:  # not NaN
         rollout.reward = float(last.reward)
     else:
-        rollout.fate, rollout.reason = Fate.FAILED, f"the reward is not finite ({last.reward})"
+        rollout.fate, rollout.reason = Fate.FAILED, f"the reward is not within +-{MAX_REWARD:g} ({last.reward})"
     return rollout
 
 
@@ -112,4 +122,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if math.isfinite(value) else None
+    """Return a float; None where it is not finite, or too large for statistics."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if abs(number) <= MAX_REWARD else None

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ..methods.success import Success
 from ..types import LIMITS, Fate, Group
 from .ledger import Ledger
 from .ledger_file import LEDGER
@@ -63,14 +64,24 @@ def truncated_of(run_dir: Path) -> dict[str, int]:
 
 
 class FailureWatch:
-    """Warns once for each cause of failed rollouts, and for each note. `known`: (reason, prompt id, count) of earlier
-    steps."""
+    """Warns once for each cause of failed rollouts, for each note, and where right answers are unknown.
 
-    def __init__(self, known: Iterable[tuple[str, str, int]] = ()) -> None:
+    `known`: (reason, prompt id, count) of earlier steps. `success`: the run's; None: not looked at.
+    """
+
+    def __init__(self, known: Iterable[tuple[str, str, int]] = (), success: Success | None = None) -> None:
         self._warned = {("rollouts", cause_of(reason, prompt_id)) for reason, prompt_id, _ in known}
+        self._success = success
+        """None once its warning is given."""
 
     def observe(self, groups: Sequence[Group], what: str = "rollouts") -> Iterator[str]:
         """Yield a warning for each cause that is new for `what`, with its share of `groups`."""
+        if self._success is not None and self._success.undecided:
+            yield (
+                f"success: {self._success}. No pass@k is reported, the run cannot end as solved, and selectors and "
+                "sizes by pass rates learn nothing more"
+            )
+            self._success = None
         failed, noted, rollouts = Failures(), Failures(), 0
         for group in groups:
             rollouts += len(group.rollouts)

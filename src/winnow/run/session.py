@@ -61,7 +61,7 @@ class Session:
         self.run_dir = parts.run_dir
         self._resume_from, self._begun_at = resume_from, begun_at
         self._callbacks, self._console = callbacks, console
-        self.stop_requested = self._solved = self._said_undecided = False
+        self.stop_requested = self._solved = False
         self._compare_at = 1
         self._evaluated_at: int | None = None
         self._metrics: dict[str, float] = {}
@@ -121,7 +121,6 @@ class Session:
             for ended in ("model", checkpoint.WRITING):  # of an earlier end of this run, which goes on now
                 shutil.rmtree(self.run_dir / ended, ignore_errors=True)
             self._look_at_agreement(self.loop.step)
-            self._look_at_success(self.loop.step)
             self._notify("on_train_begin")
             if state is None and (evaluation := self._evaluate(0)) is not None:
                 require_judged(evaluation.groups)
@@ -306,16 +305,6 @@ class Session:
         if agreement is not None and (message := self._watchdogs.probed(agreement.mean)):
             self._warn(step, message)
 
-    def _look_at_success(self, step: int) -> None:
-        success = self.parts.methods.judge.success
-        if success.undecided and not self._said_undecided:
-            self._said_undecided = True
-            self._warn(
-                step,
-                f"success: {success}. No pass@k is reported, the run cannot end as solved, and selectors and sizes by "
-                "pass rates learn nothing more",
-            )
-
     def _warn(self, step: int, message: str) -> None:
         self._records.warning(step, message)
         self._display.warn(message)
@@ -352,7 +341,6 @@ class Session:
         self._records.samples(step, groups, "train")
         self._records.signals(groups, self.parts.methods.judge)
         self._display.update(step, metrics, self.parts.sampler.nodes)
-        self._look_at_success(step)
         for message in self._watchdogs.observe(metrics, groups):
             self._warn(step, message)
         failpoint("record")

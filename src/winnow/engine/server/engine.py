@@ -79,7 +79,10 @@ class ServerEngine:
         slots: int,
         max_length: int | None,
     ) -> None:
-        """`config`: the server's. The others: see `ServerOptions`. Raises ConfigError when it has another model."""
+        """`config`: the server's. The others: see `ServerOptions`.
+
+        Raises ConfigError when it has another model, ServerError when it does not answer.
+        """
         policy = model.described()
         self.version = 0
         self.dtype = str(config["model_config"].get("dtype", "unknown")).removeprefix("torch.")
@@ -124,7 +127,7 @@ class ServerEngine:
         known = {name: value for name, value in shapes.items() if value is not None}
         try:
             client.post("/init_weight_transfer_engine", {"init_info": {"model": known}}, timeout_s)
-        except ServerError as error:
+        except StatusError as error:  # no answer is a failure, and replaced as such
             raise ConfigError(f"{error}; start it with the run's model") from None
 
     @property

@@ -57,17 +57,17 @@ class ServerOptions:
 def connect(options: ServerOptions, wait_s: float) -> tuple[Client, Mapping[str, Any]]:
     """Return a client of the server, and vLLM's configuration there.
 
-    Raises ServerError when it does not answer for `wait_s`, ConfigError when it cannot sample for runs, with the
-    flag to start it with.
+    Raises ServerError when it does not answer (`wait_s`: to the first call), ConfigError when its answers show that it
+    cannot sample for runs, with the flag to start it with.
     """
     client = Client(options.url)
     _wait_for(client, wait_s)
     try:
         config = _config_of(client, options.timeout_s)
         _require_tokens(client, options.timeout_s)
-        _require_flags(client, config)
-    except ServerError as error:
-        raise ConfigError(str(error)) from None
+        _require_flags(config)
+    except ConfigError as error:
+        raise ConfigError(client.named(str(error))) from None
     return client, config
 
 
@@ -87,7 +87,7 @@ def _config_of(client: Client, timeout_s: float) -> Mapping[str, Any]:
     try:
         answer = client.get("/server_info?config_format=json", timeout_s)
     except StatusError as error:
-        raise client.error(
+        raise ConfigError(
             f"status {error.status} of /server_info; it is not a vLLM server, or has no interface for weight updates: "
             "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
         ) from None
@@ -96,33 +96,33 @@ def _config_of(client: Client, timeout_s: float) -> Mapping[str, Any]:
         int(config["model_config"]["max_model_len"])
     except (TypeError, KeyError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise client.error(f"its /server_info cannot be read ({what}); run a vLLM that Winnow is tested with") from None
+        raise ConfigError(f"its /server_info cannot be read ({what}); run a vLLM that Winnow is tested with") from None
     return config
 
 
 def _require_tokens(client: Client, timeout_s: float) -> None:
-    """Raise ServerError unless the server takes and gives token ids. The empty request is refused before it runs."""
+    """Raise ConfigError unless the server takes and gives token ids. The empty request is refused before it runs."""
     try:
         client.post("/inference/v1/generate", {}, timeout_s)
     except StatusError as error:
         if error.status in (403, 404):
-            raise client.error("its interface of token ids is closed; start it with --enable-scale-out") from None
+            raise ConfigError("its interface of token ids is closed; start it with --enable-scale-out") from None
         if error.status == 401:
-            raise client.error(
+            raise ConfigError(
                 "it wants a key; start it without --api-key, on an address that only the run reaches"
             ) from None
 
 
-def _require_flags(client: Client, config: Mapping[str, Any]) -> None:
+def _require_flags(config: Mapping[str, Any]) -> None:
     mode = config["model_config"].get("logprobs_mode")
     if mode != "processed_logprobs":
-        raise client.error(
+        raise ConfigError(
             f"its logprobs_mode is {mode}: log-probabilities of another distribution than it samples from; start it "
             "with --logprobs-mode processed_logprobs"
         )
     transfer = config.get("weight_transfer_config") or {}
     if transfer.get("backend") != BACKEND:
-        raise client.error(
+        raise ConfigError(
             f"its weight transfer is {transfer.get('backend')}; start it with --worker-extension-cls "
             f'winnow.engine.vllm.files.Files --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
         )
