@@ -49,7 +49,8 @@ def test_an_update_holds_what_is_predicted(
     given = model()
     half = all(torch.equal(p.bfloat16().float(), p) for p in given.parameters())
     shapes = replace(Shapes.from_model(given, c.lora), in_bfloat16=half)
-    phases = budget(c, shapes, 80 * GIB, sampler=False).phases()
+    predicted = budget(c, shapes, 80 * GIB, sampler=False).phases()["update"]
+    del predicted["mask of prefix trees"]  # the rows have nothing in common
     with PretendCuda() as gpu:
         policy = model().to("cuda")
         if c.lora is not None:
@@ -69,7 +70,7 @@ def test_an_update_holds_what_is_predicted(
             gpu.reset_peak()
             learner.accumulate(rows, LossConfig(), 0)
             learner.apply(1e-4)
-        assert total(phases["update"]) == pytest.approx(gpu.peak_bytes, rel=0.1), phases["update"]
+        assert total(predicted) == pytest.approx(gpu.peak_bytes, rel=0.1), predicted
         assert shapes.trained == sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
 
 
