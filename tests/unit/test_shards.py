@@ -21,11 +21,13 @@ from winnow.engine.loading import load_whole
 from winnow.engine.skeleton import unloaded
 from winnow.learner import Local
 from winnow.learner.fsdp.ranks import Rank
+from winnow.learner.fsdp.sharded import OPTIMIZER_FOLDER
 from winnow.learner.fsdp.shards import load_shards, save_shards
 from winnow.methods.loss import LossConfig
 from winnow.run.build import build_policy
 from winnow.run.resolve import resolve_here
 
+from ..builders.cuda import rank_of_one, step_of
 from .learner_models import llama, random_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -93,6 +95,18 @@ def test_an_optimizer_of_other_parameters_is_named(tmp_path: Path) -> None:
     save_shards(state() | {"c:exp_avg": torch.ones(1)}, tmp_path / "o")
     with pytest.raises(ValueError, match=r"differs in \['c:exp_avg'\]"):
         load_shards(zeros(), tmp_path / "o")
+
+
+def test_a_parameter_that_had_no_gradient_resumes_without_a_state(tmp_path: Path) -> None:
+    saved, loaded = rank_of_one("cpu"), rank_of_one("cpu")
+    for rank in (saved, loaded):
+        rank._params["unused"] = torch.nn.Parameter(torch.ones(2))
+        rank.optimizer.add_param_group({"params": [rank._params["unused"]]})
+    step_of(saved)
+    save_shards(saved._optimizer_state(), tmp_path / OPTIMIZER_FOLDER)
+    loaded.load(tmp_path)
+    assert loaded._optimizer_state().keys() == saved._optimizer_state().keys()
+    assert len(loaded.optimizer.state) == 1
 
 
 @pytest.mark.parametrize("damage", ["places", "file"])
