@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from winnow import Trainer, TrainerCallback
 from winnow.base.errors import ConfigError
+from winnow.engine.loading import CPU, load_causal_lm, load_tokenizer
 from winnow.env.dataset import DatasetConfig
 from winnow.record.records import read_config
 from winnow.run.standalone import evaluate_model
 from winnow.study.pass_rates import profile_model
 from winnow.tasks.countdown import CountdownConfig
 
+from ..builders.hostile_state import seal
 from ..parity import parity_reward
 
 
@@ -61,3 +64,28 @@ def test_a_task_and_rows(tiny_config: dict[str, Any]) -> None:
     task = DatasetConfig("rows", system_prompt="Be kind.").with_rows([{"prompt": "1 + 1 ="}])
     with pytest.raises(ConfigError, match="train_dataset: the task given as env brings its own prompts"):
         Trainer(config=tiny_config, env=task, train_dataset=rows, reward_funcs=parity_reward)
+
+
+def test_what_an_object_has_frozen_stays_frozen(tiny_config: dict[str, Any]) -> None:
+    """Also in a resume by name."""
+    model, tokenizer = load_causal_lm(tiny_config["model"], CPU), load_tokenizer(tiny_config["model"])
+    model.get_input_embeddings().requires_grad_(False)
+    before = model.get_input_embeddings().weight.clone()
+    objects = {"model": model, "processing_class": tokenizer}
+    config = tiny_config | {"max_steps": 2, "reward_funcs": ["tests.parity:parity_reward"]}
+    Trainer(config=config, **objects).train()
+    run = Path(tiny_config["output_dir"])
+    Trainer.resume(run, {"max_steps": 3}, **objects).train()
+    Trainer.resume(run, {"max_steps": 4}).train()
+    after = load_causal_lm(run / "model", CPU)
+    assert torch.equal(after.get_input_embeddings().weight, before)
+    assert not torch.equal(after.model.norm.weight, load_causal_lm(tiny_config["model"], CPU).model.norm.weight)
+    with pytest.raises(ConfigError, match=r"model: model\.embed_tokens\.weight is frozen in the run alone"):
+        Trainer.resume(run, {"max_steps": 5}, model=model.requires_grad_(True), processing_class=tokenizer)
+    for file in run.glob("checkpoints/*/frozen.json"):  # as of an older version
+        file.unlink()
+        seal(file.parent)
+    model.get_input_embeddings().requires_grad_(False)
+    again = Trainer.resume(run, {"max_steps": 5}, **objects)
+    assert not again.model.get_input_embeddings().weight.requires_grad
+    again.close()

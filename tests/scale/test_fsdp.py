@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from winnow.base.dotted import load
 from winnow.learner import Learner, Local
 from winnow.learner.fsdp.learner import FsdpLearner
 from winnow.learner.fsdp.ranks import Ranks
@@ -266,3 +267,13 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(ranks: Ranks) -> None:
     cut.accumulate(rows, LOSSES["truncate"])
     cut.apply(1e-3)
     assert 0 < difference(state(cut), before) < 0.01
+
+
+def test_a_loss_in_a_file_of_ones_own_reaches_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    code = "from dataclasses import dataclass\nfrom winnow.methods.policy_loss import Plain\n"
+    (tmp_path / "own.py").write_text(f"{code}@dataclass(frozen=True)\nclass Own(Plain): ...\n")
+    target, parts = f"{tmp_path}/own.py:Own", policy()
+    alone, cut = Local().build(copy.deepcopy(parts), context()), over(ranks, parts, policy_loss=target)
+    for learner in (alone, cut):
+        updates(learner, LossConfig(policy_loss=load(target)()), steps=2)
+    assert difference(state(cut), state(alone)) < 1e-5

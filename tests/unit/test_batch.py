@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -106,6 +108,17 @@ class TestPacked:
         assert [{len(row.rollout.token_ids) for row in part.rows} for part in parts] == [{60}, {3}]
         (part,) = packed(rows, PassLimits(16 * 64, pass_tokens=64, pairs=1000))
         assert part.computed < 16 * 64 + 16 * 7
+
+    def test_a_batch_of_a_row_a_pass_is_divided_in_a_loop(self) -> None:
+        """Calls nested once a pass would end a large update with a RecursionError."""
+        rows = rows_with_prompts(150, 4, [60, 60])
+        usual = sys.getrecursionlimit()
+        sys.setrecursionlimit(2 * len(inspect.stack(0)) + 100)
+        try:
+            parts = packed(rows, PassLimits(64, pass_tokens=64, pairs=1000.0))
+        finally:
+            sys.setrecursionlimit(usual)
+        assert len(parts) == len(rows) == 300
 
     def test_a_large_model_shares_and_pads_by_smaller_savings(self) -> None:
         assert PassLimits.for_model(1, 500_000, share=True).pass_tokens == PASS_TOKENS

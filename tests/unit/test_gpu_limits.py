@@ -13,6 +13,8 @@ from winnow.engine.local.hf import make_backend
 from winnow.learner.local import recompute
 from winnow.learner.local.learner import LearnerOptions, LocalLearner
 from winnow.learner.local.logprob import TokenDistribution
+from winnow.methods.correct import Correction, Truncate
+from winnow.methods.correct.mask import Mask
 from winnow.methods.loss import LossConfig
 
 from ..builders.cuda import BF16, VOCAB, qwen3, rows_of
@@ -69,3 +71,16 @@ def test_an_update_starts_few_kernels_and_waits_once(checkpointing: bool, monkey
     assert of_layer <= (295 if checkpointing else 250)
     assert (smaller - 2 * of_layer * passes) / passes <= 220
     assert step <= 12
+
+
+@pytest.mark.parametrize("correction", [Truncate(), Truncate(level="token"), Mask(only_negative=True)])
+def test_a_correction_waits_for_no_micro_batch(correction: Correction) -> None:
+    with PretendCuda() as gpu:
+        options = LearnerOptions(tokens_per_microbatch=512, **BF16)
+        learner = LocalLearner(qwen3(layers=1).to("cuda"), TokenDistribution(VOCAB), options)
+        rows, loss = rows_of(6, 4), LossConfig(correction=correction)
+        learner.accumulate(rows, loss, 0)
+        gpu.clear()
+        learner.accumulate(rows, loss, 0)
+        assert len(learner._batches) > 1
+        assert sum(n for (where, _), n in gpu.syncs.items() if "batch.py" not in where) == 1, gpu.report()

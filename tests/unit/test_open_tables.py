@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 
 from winnow import Trainer
-from winnow.base.dotted import interface
+from winnow.base.dotted import interface, load
 from winnow.base.errors import ConfigError
 from winnow.config import validate
 from winnow.config.options import method
@@ -165,6 +168,14 @@ class TestDottedPaths:
     def test_what_cannot_be_used_is_refused(self, rules: str, spec: Any, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             method(FILTERS, spec, "filter")
+
+    def test_a_file_is_the_same_module_in_every_process(self, tmp_path: Path) -> None:
+        """Ranks get a loss by the name of its module; Python's own hashes differ."""
+        (tmp_path / "own.py").write_text("class Own: ...")
+        code = "import sys; from winnow.base.dotted import load; print(load(sys.argv[1]))"
+        command = [sys.executable, "-c", code, target := f"{tmp_path}/own.py:Own"]
+        found = subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": "7"}, capture_output=True, text=True)
+        assert found.stdout.strip() == str(load(target))
 
     def test_a_file_becomes_absolute_so_that_a_run_resumes_from_anywhere(self, rules: str) -> None:
         c = TrainerInputs("m", "countdown").config(

@@ -111,6 +111,23 @@ def test_a_resume_is_exact(model: LlamaForCausalLM, optim: str, args: dict[str, 
     assert not torch.equal(after, before)
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "muon"])
+def test_a_parameter_that_had_no_gradient_resumes_without_a_state(
+    model: LlamaForCausalLM, optim: str, tmp_path: Path
+) -> None:
+    """As those of a model's tower for pictures, which rollouts of text never run."""
+    model.model.tower = tower = torch.nn.Linear(V, V)
+    learner = learner_of(model, optim)
+    steps(learner, 2)
+    learner.save(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    again.model.tower = copy.deepcopy(tower)
+    resumed = learner_of(again, optim)
+    resumed.load(tmp_path)
+    assert torch.equal(steps(resumed, 2), steps(learner, 2))
+    assert not any(parameter in resumed.optimizer.state for parameter in again.model.tower.parameters())
+
+
 def as_written(name: str, model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     """The optimizers that a name stands for, made by hand."""
     if name == "adafactor":

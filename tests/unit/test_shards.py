@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,20 @@ from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
+from winnow.base import dotted
 from winnow.base.errors import ConfigError
 from winnow.config import validate
 from winnow.engine.loading import load_whole
 from winnow.engine.skeleton import unloaded
 from winnow.learner import Local
 from winnow.learner.fsdp.ranks import Rank
+from winnow.learner.fsdp.sharded import OPTIMIZER_FOLDER
 from winnow.learner.fsdp.shards import load_shards, save_shards
 from winnow.methods.loss import LossConfig
 from winnow.run.build import build_policy
 from winnow.run.resolve import resolve_here
 
+from ..builders.cuda import rank_of_one, step_of
 from .learner_models import llama, random_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -93,6 +97,18 @@ def test_an_optimizer_of_other_parameters_is_named(tmp_path: Path) -> None:
     save_shards(state() | {"c:exp_avg": torch.ones(1)}, tmp_path / "o")
     with pytest.raises(ValueError, match=r"differs in \['c:exp_avg'\]"):
         load_shards(zeros(), tmp_path / "o")
+
+
+def test_a_parameter_that_had_no_gradient_resumes_without_a_state(tmp_path: Path) -> None:
+    saved, loaded = rank_of_one("cpu"), rank_of_one("cpu")
+    for rank in (saved, loaded):
+        rank._params["unused"] = torch.nn.Parameter(torch.ones(2))
+        rank.optimizer.add_param_group({"params": [rank._params["unused"]]})
+    step_of(saved)
+    save_shards(saved._optimizer_state(), tmp_path / OPTIMIZER_FOLDER)
+    loaded.load(tmp_path)
+    assert loaded._optimizer_state().keys() == saved._optimizer_state().keys()
+    assert len(loaded.optimizer.state) == 1
 
 
 @pytest.mark.parametrize("damage", ["places", "file"])
@@ -206,3 +222,31 @@ def test_a_rank_that_reads_trains_as_one_process(name: str, tiny_config: dict[st
         figures = cut.accumulate_part(rows, rows[0], loss, 0, 0).sums, alone.accumulate(rows, loss, 0).sums
         assert figures[0] == pytest.approx(figures[1], rel=1e-4, abs=1e-4)
         assert cut.apply(1e-3) == pytest.approx(alone.apply(1e-3), rel=1e-3)
+
+
+OWN = """
+from dataclasses import dataclass
+
+from winnow.methods.policy_loss import Plain
+
+
+@dataclass(frozen=True)
+class Own(Plain):
+    pass
+"""
+
+
+def test_a_rank_loads_the_file_of_a_loss(
+    tiny_config: dict[str, Any], group_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver sends the name of its module alone."""
+    (tmp_path / "own.py").write_text(OWN)
+    r = resolve_here(validate(tiny_config | FSDP | {"policy_loss": f"{tmp_path}/own.py:Own"}))
+    sent = pickle.dumps(r.loss)
+    dotted.load.cache_clear()
+    monkeypatch.delitem(sys.modules, type(r.loss.policy_loss).__module__)
+    rank = Rank(0, 1, 1, "", False, {})
+    rank.build(build_policy(r, with_engine=False)[0], r.learner_context, None)
+    rows = random_rows(n=4)
+    rank.learner.accumulate_part(rows, rows[0], pickle.loads(sent), 0, 0)
+    assert rank.learner.apply(1e-3) > 0

@@ -136,6 +136,9 @@ def test_a_hint_fills_in_columns() -> None:
     assert hinted(prompt, "{answer} is right. {prompt}").text == "4 is right. 2+2="
     chat = Prompt("p", 0, messages=({"role": "user", "content": "2+2?"},), columns={"answer": 4})
     assert hinted(chat, "{prompt} ({answer})").messages == ({"role": "user", "content": "2+2? (4)"},)
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+    in_parts = Prompt("p", 0, messages=({"role": "user", "content": parts},), columns={"answer": 4})
+    assert hinted(in_parts, "{prompt} ({answer})").messages == hinted(chat, "{prompt} ({answer})").messages
     with pytest.raises(ConfigError, match=r"teacher: prompt: prompt 'p' has no column 'solution'; it has: answer"):
         hinted(prompt, "{prompt} {solution}")
     with pytest.raises(ConfigError, match="cannot be filled in"):
@@ -173,6 +176,8 @@ def test_a_text_is_the_model() -> None:
     [
         ({"advantage": "opob", "policy_loss": "plain"}, "advantage: opob finds a baseline of whole rollouts"),
         ({"correction": {"name": "mask", "only_negative": True}}, "uses the sign of the rollout's"),
+        ({"importance_sampling_level": "sequence"}, "averages them over a rollout; use policy_loss: gspo_token"),
+        ({"policy_loss": {"name": "clip", "importance_sampling_level": "sequence"}}, "averages them over a rollout"),
         ({"top_p": 0.9}, "whole distribution, and top_p: 0.9 changes it"),
         ({"teacher": {"url": "http://localhost:1"}, "temperature": 0.7}, "at temperature 1, not temperature: 0.7"),
         ({"teacher": {"adapter": False}}, "adapter: false needs lora"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -43,7 +44,8 @@ def _load_file(path: str) -> ModuleType:
     if not file.is_file():
         siblings = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise TargetError(f"'{path}': no such file.{nearest(file.name, siblings)}")
-    name = f"_winnow_file_{abs(hash(str(file)))}"
+    # the same in every process: ranks unpickle a loss of this file by its module
+    name = f"_winnow_file_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise TargetError(f"'{path}': not a Python file that can be imported")

@@ -89,7 +89,7 @@ def rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str
     for message in messages:
         content: Any = message.get("content")
         if isinstance(content, list | tuple):
-            texts = [_text_of(part) for part in content]
+            texts = [text_of(part) for part in content]
             parts += texts
             message = {**message, "content": "".join(texts)}
         plain.append(message)
@@ -101,7 +101,8 @@ def rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str
     return _ready(tokenizer, messages, options)
 
 
-def _text_of(part: Mapping[str, Any]) -> str:
+def text_of(part: Mapping[str, Any]) -> str:
+    """Return the text of a part of a message. Raises PromptError if it is none."""
     if not isinstance(part.get("text"), str):
         kind = part.get("type")
         raise PromptError(f"a message has a part of type '{kind}'; the model is given text only: remove it")

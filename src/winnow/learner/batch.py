@@ -168,14 +168,14 @@ class Lanes:
 
 def best_lanes(rows: Sequence[Row], limits: PassLimits) -> Lanes:
     """Return the cheapest lanes: wide ones repeat and pad less, and narrow ones attend to less."""
-    order = sorted(range(len(rows)), key=lambda b: _sort_key(rows[b]))
+    order = sorted(range(len(rows)), key=lambda b: rows[b].sort_key)
     inputs = [rows[b].inputs for b in order]
     lengths = [len(tokens) for tokens in inputs]
     shared = [0, *(common_prefix(before, tokens) for before, tokens in pairwise(inputs))]
     longest, nodes = max(lengths), sum(lengths) - sum(shared)
     most = max(longest, min(nodes, limits.tokens // TREE_GRAIN * TREE_GRAIN))
-    tried = (_filled(order, lengths, shared, min(times * longest, most)) for times in LANE_WIDTHS)
-    return min((*tried, _filled(order, lengths, shared, most)), key=lambda lanes: lanes.cost(limits.pairs))
+    widths = dict.fromkeys([*(min(times * longest, most) for times in LANE_WIDTHS), most])
+    return min((_filled(order, lengths, shared, room) for room in widths), key=lambda lanes: lanes.cost(limits.pairs))
 
 
 def _filled(order: list[int], lengths: list[int], shared: list[int], room: int) -> Lanes:
@@ -191,10 +191,6 @@ def _filled(order: list[int], lengths: list[int], shared: list[int], room: int) 
         lanes.append(lane)
         within.append(common)
     return Lanes(order, within, lanes, width)
-
-
-def _sort_key(row: Row) -> bytes:
-    return row.inputs.astype(">i8").tobytes()  # compares as the ids do, and faster
 
 
 @dataclass(frozen=True)
@@ -295,7 +291,7 @@ def packed(rows: Sequence[Row], limits: PassLimits) -> list[Packing]:
         longest.setdefault(rollout[0].rollout.prompt_ids, _longest(rollout))
 
     def sibling_order(rollout: Sequence[Row]) -> tuple[int, bytes]:
-        return -longest[rollout[0].rollout.prompt_ids], _sort_key(rollout[0])
+        return -longest[rollout[0].rollout.prompt_ids], rollout[0].sort_key
 
     sharing = _divided(sorted(by_length, key=sibling_order), limits)
     return sharing if _cost(sharing, limits) < _cost(apart, limits) else apart
@@ -320,14 +316,17 @@ def _cut(rollouts: Sequence[Sequence[Row]], limits: PassLimits) -> list[Packing]
 
 def _divided(rollouts: Sequence[Sequence[Row]], limits: PassLimits) -> list[Packing]:
     """Split rollouts, those with the longest siblings first, by the token limit and where that costs less."""
-    whole = Packing.sharing(rollouts, limits)
-    too_large = whole.computed > limits.tokens
-    cut = len(rollouts) // -(-whole.computed // limits.tokens) if too_large else _length_cut(whole, limits)
-    if len(rollouts) == 1 or (cut == 0 and not too_large):
-        return [whole]
-    cut = max(cut, 1)
-    parts = _divided(rollouts[:cut], limits) + _divided(rollouts[cut:], limits)
-    return parts if too_large or _cost(parts, limits) < _cost([whole], limits) else [whole]
+    parts: list[Packing] = []
+    while (whole := Packing.sharing(rollouts, limits)).computed > limits.tokens and len(rollouts) > 1:
+        cut = max(len(rollouts) // -(-whole.computed // limits.tokens), 1)
+        parts += _divided(rollouts[:cut], limits)  # at most half of them, so calls are nested a few deep
+        rollouts = rollouts[cut:]
+    cut = _length_cut(whole, limits)
+    if cut:
+        shorter = _divided(rollouts[:cut], limits) + _divided(rollouts[cut:], limits)
+        if _cost(shorter, limits) < _cost([whole], limits):
+            return parts + shorter
+    return [*parts, whole]
 
 
 def _length_cut(packing: Packing, limits: PassLimits) -> int:

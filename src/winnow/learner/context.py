@@ -23,6 +23,8 @@ class LearnerContext:
     """Whether the advantage is computed from gradients."""
     reward_env: Sequence[str] = ()
     """Environment variables that rewards may see."""
+    own_classes: Sequence[str] = ()
+    """Dotted paths of the run's own classes in a loss."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(1))
     """Of training rollouts."""
 

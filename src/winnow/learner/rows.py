@@ -52,6 +52,11 @@ class Row:
         last = len(mask) - 1 - int(mask[::-1].argmax()) if mask.any() else 0
         return np.concatenate([np.array(self.rollout.prompt_ids, dtype=np.int64), self.rollout.token_ids[:last]])
 
+    @cached_property
+    def sort_key(self) -> bytes:
+        """Bytes that compare as `inputs` do, and faster."""
+        return self.inputs.astype(">u4").tobytes()
+
 
 def rows_of(
     groups: Sequence[Group],

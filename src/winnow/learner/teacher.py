@@ -21,6 +21,7 @@ from ..base.weights import weights_digest
 from ..config.options import TeacherConfig
 from ..engine.loading import CPU, load_causal_lm, load_tokenizer, require_finite
 from ..env.base import Task, has_no_environment
+from ..env.chat import text_of
 from ..env.prompting import encode_prompt
 from ..types import Group, Prompt
 from .base import Learner, Policy
@@ -171,7 +172,9 @@ def hinted(prompt: Prompt, template: str) -> Prompt:
     last = next((n for n in reversed(range(len(messages))) if messages[n]["role"] == "user"), None)
     if messages and last is None:
         raise ConfigError(f"teacher: prompt: prompt '{prompt.id}' has no message of a user")
-    content = prompt.text if last is None else messages[last]["content"]
+    content: Any = prompt.text if last is None else messages[last]["content"]
+    if isinstance(content, list | tuple):
+        content = "".join(text_of(part) for part in content)
     try:
         text = template.format_map({**prompt.columns, "prompt": content})
     except KeyError as error:

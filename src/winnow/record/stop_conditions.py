@@ -49,9 +49,9 @@ def memory_errors(when: str) -> Iterator[None]:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
             raise
         raise OutOfMemoryError(
-            f"{when}: out of memory: {text}. Check what else uses it, or lower tokens_per_microbatch, engine.slots or "
-            "max_completion_length, or set gradient_checkpointing: true; `winnow resume` accepts "
-            "tokens_per_microbatch, gradient_checkpointing and engine.slots"
+            f"{when}: out of memory: {text}. Check what else uses it, or lower tokens_per_microbatch (a longer rollout "
+            "is a micro-batch by itself), engine.slots or max_completion_length, or set gradient_checkpointing: true; "
+            "`winnow resume` accepts tokens_per_microbatch, gradient_checkpointing and engine.slots"
         ) from None
 
 

@@ -47,6 +47,8 @@ class Shapes:
     trained: int
     vocabulary: int
     """Parameters of the input embedding."""
+    head: int
+    """Parameters of the head; 0: it is the input embedding."""
     vocab_size: int
     layers: int
     hidden: int
@@ -99,10 +101,12 @@ class Shapes:
         width = getattr(text, "head_dim", None) or text.hidden_size // heads
         total = sum(p.numel() for p in model.parameters())
         embedding = model.get_input_embeddings().weight
+        head = getattr(model.get_output_embeddings(), "weight", embedding)
         return cls(
             parameters=total,
             trained=total if lora is None else _adapter_parameters(model, lora),
             vocabulary=embedding.numel(),
+            head=0 if head is embedding else head.numel(),
             vocab_size=embedding.shape[0],
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
@@ -204,15 +208,16 @@ class Budget:
     def fitted(self, *, share_given: bool = False) -> tuple[Budget, dict[str, Any]]:
         """Return the budget with values for `auto` keys, and slots of the embedded engine, that fit the GPU; and these
         values, `engine` as the options that change. `share_given`: vLLM's share of the memory is the user's."""
-        c, engine, longest, budget = self.config, self.engine, self.config.longest, self
+        c, engine, budget = self.config, self.engine, self
         values: dict[str, Any] = {}
         if self.learner and c.gradient_checkpointing == "auto":
-            plain = replace(self, recomputed=False, tokens=longest)
+            plain = replace(self, recomputed=False)
             values["gradient_checkpointing"] = plain._left("update") < 0
             budget = replace(budget, recomputed=values["gradient_checkpointing"])
         if self.learner and c.tokens_per_microbatch == "auto":
             empty = replace(budget, tokens=0)
-            tokens = max(0, empty._left("update")) // max(1, empty._activations())
+            each = empty._activations() + self._mask_bytes(AT_MOST)
+            tokens = max(0, empty._left("update")) // max(1, each)
             values["tokens_per_microbatch"] = max(AT_LEAST, min(AT_MOST, tokens))
             budget = replace(budget, tokens=values["tokens_per_microbatch"])
         if self.sampler and isinstance(engine, VllmOptions) and not share_given:
@@ -254,6 +259,12 @@ class Budget:
     def _whole(self) -> int:
         return self.total or self.memory
 
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        given = AT_LEAST if self.config.tokens_per_microbatch == "auto" else self.config.tokens_per_microbatch
+        return given if self.tokens is None else self.tokens
+
     def _left(self, phase: str) -> int:
         return int(USABLE * self.memory) - sum(self.phases().get(phase, {}).values())
 
@@ -264,7 +275,7 @@ class Budget:
         if phase == "update":
             keys += ["set optim: adamw_torch_8bit"] if c.lora is None and c.optim.startswith("adamw_torch") else []
             keys += ["set gradient_checkpointing: true"] if not self._recomputes else []
-            keys += ["lower tokens_per_microbatch"]
+            keys += ["lower tokens_per_microbatch" if self._tokens > c.longest else "lower max_completion_length"]
         else:
             keys += ["lower engine.slots or max_completion_length"]
         if isinstance(engine, VllmOptions) and (phase != "update" or not engine.sleep):
@@ -288,13 +299,14 @@ class Budget:
             each = 0
         elif c.optim_args.get("amsgrad"):
             each += each // 2
-        ends = 4 * shapes.vocabulary if c.optim == "muon" and c.lora is None else 0  # Muon leaves these to AdamW
+        elif c.optim == "adafactor" and c.optim_args.get("beta1") is not None:
+            each = 4  # the first moment
+        ends = 4 * (shapes.vocabulary + shapes.head) if c.optim == "muon" and c.lora is None else 0  # left to AdamW
         return each * shapes.trained + ends
 
     def _update_parts(self) -> dict[str, int]:
         c, shapes, ranks = self.config, self.shapes, self.ranks
-        given = AT_LEAST if c.tokens_per_microbatch == "auto" else c.tokens_per_microbatch
-        tokens = given if self.tokens is None else self.tokens
+        tokens = max(self._tokens, c.longest) if self._tokens else 0  # a longer row is a pass by itself
         parts = {"gradients": 4 * shapes.trained // ranks}
         if ranks > 1:  # unsharded: two layers, and both ends with gradients, which all layers share
             layer = shapes.matrices // shapes.layers
@@ -302,6 +314,7 @@ class Budget:
         elif c.dtype in HALF:
             parts["half-precision copies"] = 2 * (shapes.parameters - (shapes.matrices if self._half_base else 0))
         parts["activations"] = tokens * self._activations()
+        parts["mask of prefix trees"] = self._tokens * self._mask_bytes(self._tokens)
         parts["head"] = 3 * 4 * min(SLICE_ELEMENTS["cuda"], tokens * shapes.vocab_size)
         return parts
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..base.files import bytes_of, from_json, write_json
 from ..base.weights import weights_digest
 from ..config import RunConfig
 from ..engine.base import Engine, close_engine
@@ -34,6 +35,7 @@ from ..sampler import Sampler, SamplerContext
 from ..sampler.weights import fingerprints
 from ..types import Group, Job, Rollout
 from .build_methods import Methods, build_methods, build_success, warn_of_profile
+from .checkpoint import understood
 from .inputs import TrainerInputs
 from .preflight import (
     check_agreement,
@@ -44,6 +46,9 @@ from .preflight import (
     warn_of_sizes,
 )
 from .resolved import Resolved
+
+FROZEN = "frozen.json"
+"""Of a checkpoint: names of the parameters that a run of all weights does not train. Absent where it trains all."""
 
 
 @dataclass
@@ -68,6 +73,8 @@ class Parts:
     """Result of the last comparison of sampler and learner."""
     probed: list[Rollout] = field(default_factory=list)
     """Rollouts of comparisons that are not booked yet."""
+    frozen: list[str] = field(default_factory=list)
+    """Parameters that a run of all weights does not train."""
 
     @property
     def config(self) -> RunConfig:
@@ -116,6 +123,8 @@ class Parts:
         for part in (self.learner, self.sampler, self.methods):
             part.save(directory)
         self.tokenizer.save_pretrained(directory / "model")
+        if self.frozen:
+            write_json(directory / FROZEN, self.frozen)
 
     def export(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory, with what was fitted for it."""
@@ -175,6 +184,7 @@ def build(
         sampler = r.options.sync.build(context)
         built.callback(sampler.close)
         parts = Parts(r, run_dir, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)
+        parts.frozen = _frozen(policy.model) if c.lora is None else []
         if c.teacher is not None:
             parts.teacher = build_teacher(c.teacher, learner, policy, task, r.learner_context, c.longest)
         if engine is not None:
@@ -249,6 +259,8 @@ def build_policy(
     if read is not None and not with_engine:
         return read, None
     base, adapter = (load_whole(saved, CPU), None) if saved and not c.lora else start.load()
+    if saved and not c.lora:
+        _freeze_again(base, saved, start.model)
     require_finite(base, str(saved or c.model))
     require_embeddings(base, tokenizer, start.source, start.adapter)
     end_where_rollouts_do(base, tokenizer)
@@ -261,6 +273,31 @@ def build_policy(
         return Policy(base, tokenizer, None), engine
     reference = frozen_copy(base if saved is None else start.load()[0])
     return Policy(base, tokenizer, reference, weights_digest(reference.state_dict())), engine
+
+
+def _frozen(model: Any) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
+def _freeze_again(model: Any, saved: Path, given: Any) -> None:
+    """Freeze the parameters that the run does not train, which saved weights do not show.
+
+    `saved`: the model of a checkpoint; older ones have no names. `given`: the object that a resume got, or None. Raises
+    ConfigError if it has others frozen than the run.
+    """
+    file, own = saved.parent / FROZEN, None if given is None else _frozen(given)
+    names = own or []
+    with understood(file):
+        if file.exists():
+            names = from_json(bytes_of(file))
+            if own is not None and (different := sorted({*names} ^ {*own})):
+                where = "given model" if different[0] in own else "run"
+                raise ConfigError(
+                    f"model: {different[0]} is frozen in the {where} alone, and a resume trains what the run trained; "
+                    "give the model with the same parameters frozen"
+                )
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
 
 
 def _read_by_ranks(r: Resolved, saved: Path | None, tokenizer: Any) -> Policy | None:
@@ -276,6 +313,8 @@ def _read_by_ranks(r: Resolved, saved: Path | None, tokenizer: Any) -> Policy | 
     model = unloaded(folder) if folder.is_dir() else None
     if model is None:
         return None
+    if saved is not None and c.lora is None:
+        _freeze_again(model, saved, None)
     require_embeddings(model, tokenizer, start.source, start.adapter)
     end_where_rollouts_do(model, tokenizer)
     policy = Policy(model, tokenizer, None, files=folder.absolute())

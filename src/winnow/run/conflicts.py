@@ -122,6 +122,12 @@ def _require_teacher(c: RunConfig, options: Options) -> None:
             f"teacher: gives advantages of tokens, and correction: {names['correction'][0]} uses the sign of the "
             "rollout's; choose another, e.g. truncate"
         )
+    loss = loss_config(c, options).policy_loss
+    if isinstance(loss, Clip) and loss.importance_sampling_level == "sequence":
+        raise ConfigError(
+            "teacher: gives advantages of tokens, and importance_sampling_level: sequence averages them over a "
+            "rollout; use policy_loss: gspo_token"
+        )
     if cut := c.changed(("top_p", "top_k", "min_p", "repetition_penalty")):
         raise ConfigError(f"teacher: is compared with the policy's whole distribution, and {cut} changes it; remove it")
     if c.teacher.url is not None and (other := c.changed(("temperature",))):

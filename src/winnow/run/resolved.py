@@ -292,6 +292,7 @@ def learner_context(c: RunConfig, options: Options) -> LearnerContext:
         lora=c.lora is not None,
         gradient_baselines=options.gradient_baselines,
         reward_env=c.reward_env,
+        own_classes=[name for key in ("policy_loss", "correction") for name in options.names[key] if ":" in name],
         sampling=sampling_params(c),
     )
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ...base import cluster
+from ...base import cluster, dotted
 from ...base.machine import gpu_gib, keep_freed_memory, resident_mib
 from ...base.weights import TensorSpec, transfer_s
 from ...engine.loading import CPU, load_whole
@@ -71,6 +71,8 @@ class Rank:
         return self.build(ray.get(sent[0], timeout=limit_s), context, fsdp_size)
 
     def build(self, policy: Policy, context: LearnerContext, fsdp_size: int | None) -> Built:
+        for target in context.own_classes:  # a loss is sent with the names of their modules alone
+            dotted.load(target)
         device = torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu")
         model, reference = policy.model, policy.reference
         if policy.files is None:

@@ -41,7 +41,7 @@ from ..local.grad_norms import UnsupportedModelError
 from ..local.learner import LearnerOptions, LocalLearner
 from ..local.logprob import TokenDistribution
 from ..local.optimal_baseline_update import Batched, RowByRow, exactly_batched
-from ..local.optimizer import make_states, require_steps
+from ..local.optimizer import make_states, parameter_of, require_steps
 from ..local.token_baselines import spread_over_several
 from ..rows import Row
 from .shards import load_files, load_shards, save_shards
@@ -316,10 +316,11 @@ class ShardedLearner(LocalLearner):
         if not folder.is_dir():
             raise ValueError(f"{folder}: is missing; the checkpoint was not written by learner: fsdp")
         make_states(self.optimizer, self._params)
-        if loaded := load_shards(self._optimizer_state(), folder):
-            require_steps(loaded, str(folder))
-        else:
-            self.optimizer.state.clear()
+        loaded = load_shards(self._optimizer_state(), folder)
+        require_steps(loaded, str(folder))
+        known = {parameter_of(key) for key in loaded}
+        for name in self._params.keys() - known:  # these had no gradient yet
+            self.optimizer.state.pop(self._params[name], None)
         self._load_reference(directory)
 
 

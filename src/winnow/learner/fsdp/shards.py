@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ..local.optimizer import parameter_of
+
 
 def save_shards(state: dict[str, torch.Tensor], folder: Path) -> None:
     """Write the shards. Call it on all ranks at once."""
@@ -24,7 +26,7 @@ def save_shards(state: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def load_shards(state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
-    """Return `state` filled from `folder`, or an empty dict if nothing was saved. Call it on all ranks at once.
+    """Return `state` filled from `folder`, but for parameters that have nothing there. Call it on all ranks at once.
 
     Raises ValueError if names, shapes or types differ from `state`, or a shard is missing or damaged.
     """
@@ -36,6 +38,8 @@ def load_shards(state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch
         raise ValueError(f"{folder}: {other[0]} is no part of a saved optimizer. Start a new run")
     if not saved:
         return {}
+    known = {parameter_of(name) for name in saved}
+    state = {name: tensor for name, tensor in state.items() if parameter_of(name) in known}
     if different := sorted(saved.keys() ^ state.keys())[:3]:
         raise ValueError(f"{folder}: not the optimizer of this model; differs in {different}")
     for name, tensor in state.items():

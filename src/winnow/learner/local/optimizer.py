@@ -140,14 +140,19 @@ def saved_state(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch
 
 
 def load_state(optimizer: Optimizer, parameters: Parameters, state: Mapping[str, torch.Tensor], where: str) -> None:
-    """Load `state`. Raises ValueError if its parameters, or the kind of their states, are not this optimizer's."""
+    """Load `state`. Raises ValueError if its parameters, or the kind of their states, are not this optimizer's.
+
+    A parameter that had no gradient yet has no state, and starts without one.
+    """
     if not state:
         return
-    make_states(optimizer, parameters)
-    own = saved_state(optimizer, parameters)
+    known = {parameter_of(key) for key in state}
+    stepped = {name: parameter for name, parameter in parameters.items() if name in known}
+    make_states(optimizer, stepped)
+    own = saved_state(optimizer, stepped)
     if different := sorted(own.keys() ^ state.keys())[:3]:
         raise ValueError(f"{where}: not of this optim and model; differs in {different}")
-    for name, parameter in parameters.items():
+    for name, parameter in stepped.items():
         for key, value in optimizer.state[parameter].items():
             for part, tensor in _parts(value).items():
                 saved = state[f"{name}:{key}{part}"]
@@ -157,6 +162,11 @@ def load_state(optimizer: Optimizer, parameters: Parameters, state: Mapping[str,
                 if not isinstance(value, torch.Tensor):
                     optimizer.state[parameter][key] = saved.item()
     require_steps(state, where)
+
+
+def parameter_of(key: str) -> str:
+    """Return the parameter that a key of a saved state belongs to."""
+    return key.partition(":")[0]
 
 
 def require_steps(state: Mapping[str, torch.Tensor], where: str) -> None:

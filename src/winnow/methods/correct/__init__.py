@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from .ess import Ess, effective_sample_size, lr_scale
@@ -22,8 +22,11 @@ class Correction(Protocol):
     weigh: bool
     """False when weights are 0 or 1; again the loss takes that ratio, since a rollout is weighted only once."""
 
-    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return detached weights, broadcastable to [B, T], and sums for the metrics."""
+    def __call__(self, on: Evidence) -> tuple[torch.Tensor, Mapping[str, float | torch.Tensor]]:
+        """Return detached weights, broadcastable to [B, T], and sums for the metrics.
+
+        Sums stay tensors: to make numbers of them would wait for the device in every micro-batch.
+        """
         ...
 
 

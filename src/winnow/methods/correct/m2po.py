@@ -35,7 +35,7 @@ class M2PO:
     """False: kept tokens have weight 1, and the clipped loss takes its ratio to the sampler, which holds the weight."""
     active = True
 
-    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return self.over_batch([on])(on)
 
     def over_batch(self, parts: Iterable[Evidence]) -> Cut:
@@ -54,13 +54,13 @@ class Cut:
     weigh: bool
     active = True
 
-    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         import torch
 
         log_w, biting = _judged(on)
         dropped = biting & (log_w**2 >= self.cutoff)
         kept = weight(log_w) if self.weigh else torch.ones_like(log_w)
-        return torch.where(dropped, 0.0, kept), {"clipped": float(dropped.sum()), "clipped_of": float(on.mask_BT.sum())}
+        return torch.where(dropped, 0.0, kept), {"clipped": dropped.sum(), "clipped_of": on.mask_BT.sum()}
 
 
 def _judged(on: Evidence) -> tuple[torch.Tensor, torch.Tensor]:

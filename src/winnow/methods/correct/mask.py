@@ -28,7 +28,7 @@ class Mask(Bounded):
         if self.low == 0 and self.high is None and not self.weigh:
             raise ValueError("low: 0 and high: null mask nothing, and weigh: false leaves no weight; set a bound")
 
-    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         import torch
 
         log_w, outside = self._judged(on)

@@ -85,10 +85,10 @@ class Bounded:
         low, high = self.log_bounds
         return log_w, (log_w < low) | (log_w > high)
 
-    def _counts(self, outside: torch.Tensor, on: Evidence) -> dict[str, float]:
+    def _counts(self, outside: torch.Tensor, on: Evidence) -> dict[str, torch.Tensor]:
         """Return the number of tokens or rollouts out of bounds, and the total."""
         counted = on.mask_BT.bool()
         if self.level != "token":
             counted = first_rows(counted.any(1, keepdim=True), on.rollout_B)
             outside = first_rows(outside, on.rollout_B)
-        return {"clipped": float((outside & counted).sum()), "clipped_of": float(counted.sum())}
+        return {"clipped": (outside & counted).sum(), "clipped_of": counted.sum()}

@@ -18,6 +18,6 @@ class Truncate(Bounded):
     Active-RLOO's weight is `level: sequence, low: 0.1003, high: 9.974` (e^-2.3 and e^2.3).
     """
 
-    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, on: Evidence) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_w, outside = self._judged(on)
         return weight(log_w.clamp(*self.log_bounds)), self._counts(outside, on)
