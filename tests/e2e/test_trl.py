@@ -228,6 +228,22 @@ def test_what_was_collected_before_a_stop_is_trained(arguments: dict[str, Any], 
         assert ledger.totals()["trained"]["rollouts"] == G
 
 
+def test_one_prompt_a_batch_does_not_end_after_ten_groups(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """As by TRL's defaults: a pass over the prompts without a signal ends the run."""
+    calls = []
+
+    def rarely(completions: list[str], **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        return [float(len(calls) == 13 and i == 0) for i in range(len(completions))]
+
+    args = settings(tmp_path / "out", per_device_train_batch_size=G)
+    trainer = WinnowGRPOTrainer(**arguments | {"args": args, "reward_funcs": rarely}, filter="zero_variance")
+    with pytest.raises(RunStoppedError, match=r"24 groups in a row had no signal \(max_refill_rounds=10, and at least"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert len(calls) == 13 + 24
+
+
 def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], tmp_path: Path) -> None:
     def some(completions: list[str], row: list[int], **columns: Any) -> list[float | None]:
         return [None if k % G == 1 else r for k, r in enumerate(parity(completions, row))]

@@ -28,6 +28,8 @@ SCALES: dict[str, MethodSpec] = {
 """TRL's `scale_rewards` -> the advantage that judges groups if TRL's own advantages are kept."""
 ENDLESS = 10**9
 """More steps than any run takes."""
+FEWEST_REJECTED = 320
+"""Groups in a row without a signal that end a run: 10 rounds of 32, as by the defaults of `winnow train`."""
 
 
 def run_config(trainer: Any, methods: Mapping[str, Any], prompts: int) -> RunConfig:

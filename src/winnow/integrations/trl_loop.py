@@ -33,7 +33,7 @@ from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
 from .hosted import keep_from_uploads, open_account, require_ledger, require_unchanged
 from .trl_batch import Tensors, batch_of
-from .trl_config import ENDLESS, methods_of
+from .trl_config import ENDLESS, FEWEST_REJECTED, methods_of
 from .trl_engine import NO_REWARD, EngineInTrl, RollOut, TrlSampler
 from .trl_update import StepScaling, squared_norms, with_baselines
 
@@ -194,7 +194,8 @@ class LoopInTrl:
             self._warn(self._changed)
         no_fault = frozenset() if "max_failed_share" in c.model_fields_set else frozenset({NO_REWARD})
         masks = c.mask_truncated_completions
-        limits = Limits(ENDLESS, c.max_failed_share, c.max_skipped_steps, masks, no_fault)
+        fewest = min(len(self._task.train), FEWEST_REJECTED)
+        limits = Limits(ENDLESS, c.max_failed_share, c.max_skipped_steps, masks, no_fault, fewest_rejected=fewest)
         prompts = prompts_of(self._task)
         self._collector = build_collector(c, m, self._sampler, ledger, prompts, limits=limits)
         if state is not None:
