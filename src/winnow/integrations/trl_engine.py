@@ -154,7 +154,6 @@ class EngineInTrl:
         self._options = engine_for_run(c, options)
         if isinstance(self._options, VllmOptions) and self._options.max_length is None:
             self._options = replace(self._options, max_length=longest_sequence(trainer, c, task, self._tokenizer))
-        self._liger = bool(trainer.args.use_liger_kernel)
         self._compare = not (c.top_k or c.min_p or c.top_p < 1.0)  # TRL's log-probabilities apply temperature only
         self._engine: Engine | None = None
         self._runner: RolloutRunner
@@ -197,7 +196,7 @@ class EngineInTrl:
         """
         groups = run_jobs(self._runner, jobs)
         for group in groups:
-            require_trainable(group, liger=self._liger)
+            require_trainable(group)
         sampled = [r for group in groups for r in group.rollouts if r.action_mask.any()]
         if self._compare and sampled:
             dtype = str(getattr(self._engine, "dtype", "unknown"))
@@ -220,13 +219,8 @@ def longest_sequence(trainer: Any, c: RunConfig, task: Task, tokenizer: Any) -> 
     return None if prompt is None else prompt + c.max_completion_length
 
 
-def require_trainable(group: Group, *, liger: bool) -> None:
+def require_trainable(group: Group) -> None:
     """Raise ConfigError for rollouts that TRL's loss cannot take."""
-    if liger and any(rollout.later_segments for rollout in group.rollouts):
-        raise ConfigError(
-            f"use_liger_kernel: a rollout of prompt '{group.prompt.id}' has several segments (its history was "
-            "rewritten), and this loss takes one prompt a rollout; leave it out"
-        )
     if any(rollout.agent_rewards for rollout in group.rollouts):
         raise ConfigError(
             f"env: the agents of a rollout of prompt '{group.prompt.id}' have rewards of their own, and TRL has one "
