@@ -220,6 +220,8 @@ class LoopInTrl:
         mark, step = (None, 0) if state is None else (state["ledger"], state["loop"]["step"])
         private_directory(self.run_dir)
         self._held = lock(self.run_dir)
+        if state is None:
+            self.require_new()  # again: another run may have come first
         self._ledger = ledger = open_account(self.run_dir, c, m, mark, step)
         keep_from_uploads(self.run_dir)
         if state is not None:
