@@ -45,11 +45,6 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def solved(completions: list[str], **columns: Any) -> list[float | None]:
-    """Reward of the task under TRL's signature."""
-    return countdown_reward(completions, *(columns[name] for name in ("numbers", "target", "style")))
-
-
 def one_run(start: Path, methods: Mapping[str, Any] | None) -> dict[str, float]:
     """Mean CPU seconds of a step after the first, and rollouts a step; `methods` None: TRL alone."""
     clock, task = Marks(time.process_time), CountdownConfig().build()
@@ -58,7 +53,7 @@ def one_run(start: Path, methods: Mapping[str, Any] | None) -> dict[str, float]:
             GRPOTrainer if methods is None else WinnowGRPOTrainer,
             start,
             [{"prompt": p.text, **p.columns} for p in task.train],
-            solved,
+            countdown_reward,
             clock,
             methods=methods or {},
             output_dir=out,

@@ -111,7 +111,8 @@ class Collector:
         self.tally = Tally(self.judge)
         """Counts of the current step."""
         self.failures = FailureWatch(self.ledger.failures(), self.judge.success)
-        self._stop_conditions = StopConditions(self.judge, self.limits, self.filter, self.refill_round)
+        per_step = self.buffer.prompts_per_step
+        self._stop_conditions = StopConditions(self.judge, self.limits, self.filter, self.refill_round, per_step)
         self._method_metrics: dict[str, float] = {}
         """Metrics of gates, audits and filter."""
         self._untrained: str | None = None
@@ -143,8 +144,7 @@ class Collector:
 
     def fill(self, step: int, *, ahead: bool = False, land: bool = False) -> list[Group]:
         """Run groups until a batch is full, at once if it is, and with `land` until nothing is in flight; return those
-        that finished. The loop calls it `ahead`, too, for the next batch while the update of `step` runs.
-        """
+        that finished. The loop calls it `ahead`, too, for the next batch while the update of `step` runs."""
         finished: list[Group] = []
         trained_at = step + ahead
         self.pace.begin_fill(ahead=ahead)
@@ -299,7 +299,7 @@ class Collector:
         self.group_size.observe_group(group)
         self.drafts.observe(group)
         failpoint("take")
-        self.stop = self.stop or self._stop_conditions.of_failures(step, self.tally, self.buffer.prompts_per_step)
+        self.stop = self.stop or self._stop_conditions.of_failures(step, self.tally)
         reason = refusal = self.judge.refusal(group)
         if reason is None:
             verdict = checked_verdict(self.filter, group, kind)

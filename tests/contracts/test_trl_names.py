@@ -32,7 +32,12 @@ def test_an_override_has_the_parameters_of_trl(name: str) -> None:
 def test_the_overrides_are_those_that_are_known() -> None:
     """One that TRL renames would never be called."""
     private = {name for name in vars(WinnowGRPOTrainer) if name.startswith("_") and not name.startswith("__")}
-    assert {name for name in private if not hasattr(GRPOTrainer, name)} == {"_row", "_rolled_out", "_of_rollouts"}
+    assert {name for name in private if not hasattr(GRPOTrainer, name)} == {
+        "_row",
+        "_rolled_out",
+        "_of_rollouts",
+        "_corrected",
+    }
 
 
 def test_every_argument_of_trl_can_be_given_by_name() -> None:

@@ -19,6 +19,7 @@ from trl.trainer.utils import split_tensor_dict
 
 from winnow import ConfigError
 from winnow.integrations.trl import WinnowGRPOTrainer
+from winnow.integrations.trl_config import methods_of
 from winnow.record.ledger import Ledger
 from winnow.record.records import RunDirectoryError
 from winnow.record.stop_conditions import RunStoppedError, TaskSolvedError
@@ -210,7 +211,7 @@ def test_prompts_that_never_teach_end_the_run(
 
 
 def test_what_was_collected_before_a_stop_is_trained(arguments: dict[str, Any], tmp_path: Path) -> None:
-    """One prompt of the first generation teaches and none ever after: a batch of one group, then the end."""
+    """And saved. One prompt of the first generation teaches and none ever after: a batch of one group, then the end."""
     calls = []
 
     def once(completions: list[str], **columns: Any) -> list[float]:
@@ -218,14 +219,31 @@ def test_what_was_collected_before_a_stop_is_trained(arguments: dict[str, Any], 
         return [float(len(calls) == 1 and i == 0) for i in range(len(completions))]
 
     trainer = Watched(**arguments | {"reward_funcs": once}, filter="zero_variance", advantage="rloo")
-    with pytest.raises(RunStoppedError, match="had no signal"):
+    with pytest.raises(RunStoppedError, match=r"had no signal.*; the model is saved in .*checkpoint-1"):
         trainer.train()
+    assert (tmp_path / "out" / "checkpoint-1" / "winnow.json").is_file()
     (batch,) = trainer.seen
     assert (batch["completion_mask"].sum(1) > 0).sum() == G
     assert trainer.state.global_step == 1
     with Ledger.open(tmp_path / "out" / "winnow" / "ledger.sqlite", read_only=True) as ledger:
         assert ledger.verify().ok
         assert ledger.totals()["trained"]["rollouts"] == G
+
+
+def test_one_prompt_a_batch_does_not_end_after_ten_groups(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """As by TRL's defaults: a pass over the prompts without a signal ends the run."""
+    calls = []
+
+    def rarely(completions: list[str], **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        return [float(len(calls) == 13 and i == 0) for i in range(len(completions))]
+
+    args = settings(tmp_path / "out", per_device_train_batch_size=G)
+    trainer = WinnowGRPOTrainer(**arguments | {"args": args, "reward_funcs": rarely}, filter="zero_variance")
+    with pytest.raises(RunStoppedError, match=r"24 groups in a row had no signal \(max_refill_rounds=10, and at least"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert len(calls) == 13 + 24
 
 
 def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], tmp_path: Path) -> None:
@@ -269,6 +287,11 @@ def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], t
         ({"advantage": "opob"}, {"use_adaptive_entropy": True}, "leave out use_adaptive_entropy"),
         ({"advantage": "opob"}, {"top_entropy_quantile": 0.2}, "ignores top_entropy_quantile"),
         ({"advantage": "opob"}, {"off_policy_mask_threshold": 0.1}, "uses a sign that its baseline decides"),
+        (
+            {"advantage": "opob"},
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            "use_reentrant gives no gradient of a single rollout",
+        ),
     ],
 )
 def test_refusals(
@@ -277,6 +300,19 @@ def test_refusals(
     given = arguments | {"args": settings(tmp_path / "out", **args)}
     with pytest.raises(ConfigError, match=message):
         WinnowGRPOTrainer(**given, **methods)
+
+
+def test_opob_is_refused_under_fp16(arguments: dict[str, Any]) -> None:
+    trainer = WinnowGRPOTrainer(**arguments, advantage="opob")
+    trainer.args.fp16 = True  # which accelerate refuses on a CPU
+    with pytest.raises(ConfigError, match="fp16: norms of gradients"):
+        methods_of(trainer, trainer._winnow.config, trainer._task, by_engine=False, own_advantages=True)
+
+
+def test_trls_table_has_the_advantages_that_were_trained_on(arguments: dict[str, Any]) -> None:
+    trainer = Watched(**arguments, advantage="rloo")
+    trainer.train()
+    assert list(trainer._logs["advantages"]) == pytest.approx(trainer.seen[-1]["advantages"].tolist())
 
 
 def test_the_docs_name_every_refusal() -> None:

@@ -1,4 +1,4 @@
-"""What a run inside TRL records of TRL's own logs, what it uploads, and what of its account can be checked."""
+"""What a run inside TRL records of TRL's logs, uploads and leaves behind, and what of its account can be checked."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from winnow import ConfigError, Trainer
+from winnow.base.files import private_directory
 from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
 from winnow.record.ledger import Ledger
+from winnow.record.records import RunDirectoryError, lock
 from winnow.run.checkpoint import marks
+from winnow.tasks.countdown import CountdownConfig
 
-from ..builders.trl_runs import arguments, data, metrics, settings  # noqa: F401
+from ..builders.trl_runs import PROMPTS, G, arguments, data, metrics, parity, proven, settings
+
+__all__ = ["arguments", "data"]  # fixtures
 
 
 def test_values_of_trls_logs_are_those_of_their_step(arguments: dict[str, Any], tmp_path: Path) -> None:
@@ -80,7 +85,7 @@ def test_an_account_is_compared_with_trls_checkpoints(arguments: dict[str, Any],
 
 def test_what_would_be_wrong_is_refused(arguments: dict[str, Any], tmp_path: Path) -> None:
     dora = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
-    with pytest.raises(ConfigError, match=r"peft_config: .*use_dora=False"):
+    with pytest.raises(ConfigError, match=r"peft_config: .*use_dora=True; use one plain LoraConfig"):
         WinnowGRPOTrainer(**arguments, engine="local", peft_config=dora)
     args = settings(tmp_path / "out", scale_rewards="batch")
     with pytest.raises(ConfigError, match="scale_rewards: batch would divide groups of each size"):
@@ -88,3 +93,64 @@ def test_what_would_be_wrong_is_refused(arguments: dict[str, Any], tmp_path: Pat
     rows = arguments.pop("train_dataset")
     with pytest.raises(ConfigError, match="eval_dataset: TRL evaluates without environments"):
         WinnowGRPOTrainer(**arguments | {"reward_funcs": env_reward}, env="countdown", eval_dataset=rows)
+
+
+def test_a_task_brings_its_reward_functions(arguments: dict[str, Any], tmp_path: Path) -> None:
+    given = arguments | {"train_dataset": None, "args": settings(tmp_path / "out", max_steps=1)}
+    task = CountdownConfig(train_size=8, test_size=4).build()
+    with pytest.raises(ConfigError, match=r"reward_funcs: env_reward, .* leave reward_funcs out for the task's own"):
+        WinnowGRPOTrainer(**given | {"reward_funcs": env_reward}, env=task)
+    WinnowGRPOTrainer(**given | {"reward_funcs": None}, env=task).train()
+    (row,) = metrics(tmp_path / "out")
+    assert "rewards/countdown_reward/mean" in row
+
+
+def test_reward_functions_of_one_name(arguments: dict[str, Any], tmp_path: Path) -> None:
+    def at_least(words: int) -> Any:
+        return lambda completions, **columns: [float(len(c.split()) >= words) for c in completions]
+
+    args = settings(tmp_path / "out", max_steps=1)
+    WinnowGRPOTrainer(**arguments | {"reward_funcs": [at_least(0), at_least(9)], "args": args}).train()
+    (row,) = metrics(tmp_path / "out")
+    assert (row["rewards/<lambda>/mean"], row["rewards/<lambda>_2/mean"]) == (1.0, 0.0)
+
+
+def test_a_start_that_fails_leaves_no_account(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """So that it may be tried again in the same place, also by the same trainer."""
+    calls = []
+
+    def second(completions: list[str], row: list[int], **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        if len(calls) == 1:
+            raise TypeError("a typo")
+        return parity(completions, row)
+
+    trainer = WinnowGRPOTrainer(**arguments | {"reward_funcs": second}, selector="greso")
+    with pytest.raises(TypeError, match="a typo"):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "out" / "winnow").iterdir()] == ["run.lock"]
+    trainer.train()
+    assert proven(tmp_path / "out")["trained"]["rollouts"] == 4 * G * PROMPTS
+
+
+def test_a_run_that_goes_on_elsewhere_is_not_joined(arguments: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "out" / "winnow"
+    private_directory(run)
+    trainer = WinnowGRPOTrainer(**arguments)
+    with lock(run), pytest.raises(RunDirectoryError, match="another run is using this directory"):
+        trainer.train()
+    trainer.train()
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(arguments: dict[str, Any], tmp_path: Path) -> None:
+    class Poisoning(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                next(model.parameters()).data.fill_(float("nan"))
+
+    args = settings(tmp_path / "out", save_strategy="steps", save_steps=1, save_total_limit=1)
+    trainer = WinnowGRPOTrainer(**arguments | {"args": args}, engine="local", callbacks=[Poisoning()])
+    with pytest.raises(FloatingPointError, match="nothing was saved since the last checkpoint"):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert (tmp_path / "out" / "checkpoint-1" / "winnow.json").is_file()

@@ -25,6 +25,7 @@ from winnow import ConfigError
 from winnow.env.base import StepResult
 from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
 from winnow.methods.correct import effective_sample_size
+from winnow.methods.gate.arrol.head import FILE
 from winnow.record.records import GATE
 from winnow.types import Prompt
 
@@ -103,6 +104,23 @@ def test_a_run_of_several_turns_writes_what_a_gate_would_have_gone_by(
     args = settings(tmp_path / "out", max_completion_length=12, max_steps=1)
     WinnowGRPOTrainer(**given | {"args": args}, env=Twice()).train()
     assert (tmp_path / "out" / "winnow" / GATE).stat().st_size > 0
+
+
+def test_rewards_of_several_turns(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """`success` may be the environment's; other functions read what the model said, without observations."""
+    read: list[tuple[str, list[int]]] = []
+
+    def reads(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        read.extend(zip(completions, completion_ids, strict=True))
+        return [0.1] * len(completions)
+
+    given = arguments | {"reward_funcs": [env_reward, reads], "train_dataset": None}
+    args = settings(tmp_path / "out", max_completion_length=12, max_steps=2)
+    WinnowGRPOTrainer(**given | {"args": args}, env=Twice(), selector="thompson", success="env").train()
+    assert all(len(text.split()) <= len(ids) - 2 for text, ids in read), "an observation has two tokens"
+    for row in metrics(tmp_path / "out"):
+        assert row["rewards/env/mean"] == row["rewards/env_reward/mean"]
+        assert "frac_zero_unknown" not in row
 
 
 def test_the_divergence_gate_cuts_in_an_environment(arguments: dict[str, Any], tmp_path: Path) -> None:
@@ -242,6 +260,7 @@ def test_a_resumed_run_goes_on_with_its_gates(arguments: dict[str, Any], tmp_pat
     )
     assert after["gates"]["arrol"]["steps"] == before["gates"]["arrol"]["steps"] + 2
     assert after["step_scale"] == before["step_scale"] != {"seen": []}
+    assert (tmp_path / "out" / "checkpoint-4" / FILE).is_file()
 
 
 OPTIONS: dict[str, list[Any]] = {

@@ -13,12 +13,9 @@ pytest.importorskip("trl")
 from winnow import ConfigError
 from winnow.env.dataset import DatasetConfig
 from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
-from winnow.integrations.trl_engine import require_trainable
 from winnow.tasks.agents import with_agent
-from winnow.types import Segment
 
 from ..builders.compacting import example, model
-from ..builders.groups import make_group
 from ..builders.trl_runs import metrics, proven, settings
 
 __all__ = ["example", "model"]  # fixtures
@@ -59,15 +56,6 @@ def test_an_agent_that_compacts_its_history_trains(
 def test_agents_with_rewards_of_their_own_are_refused(example: Any, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"env: the agents .* have rewards of their own.* train with winnow\.Trainer"):
         trainer_of(example, model, example.play, tmp_path, {}).train()
-
-
-def test_a_loss_of_one_prompt_a_rollout_is_refused_several() -> None:
-    group = make_group(0, [1.0, 0.0], [3, 4])
-    require_trainable(group, liger=True)
-    group.rollouts[1].later_segments = [Segment(2, (5, 6))]
-    require_trainable(group, liger=False)
-    with pytest.raises(ConfigError, match=r"use_liger_kernel: .* several segments .* leave it out"):
-        require_trainable(group, liger=True)
 
 
 def test_fewer_prompts_than_a_batch_are_refused_before_a_run_of_no_step(

@@ -14,8 +14,10 @@ from winnow.learner.batch import PASS_TOKENS, PassLimits, collate, micro_batches
 from winnow.learner.rows import Row, rows_of, token_weights, with_gradient
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.filter import FILTERS
-from winnow.methods.group_kind import GroupJudge, are_equal
+from winnow.methods.group_kind import BY_REWARDS, GroupJudge, are_equal
 from winnow.methods.loss import LossConfig
+from winnow.record.step_metrics import Tally
+from winnow.record.stop_conditions import Limits, StopConditions
 from winnow.sampler.buffer import Buffer, oldest_version
 from winnow.types import GroupKind
 
@@ -148,6 +150,31 @@ def test_a_format_bonus_is_not_zero_variance() -> None:
     assert FILTERS["keep_all"]().admit(make_group(1, [1.0, 1.0]), GroupKind.EASY).keep
     with pytest.raises(ValueError, match="max_refill_rounds"):
         FILTERS["zero_variance"](max_refill_rounds=0)
+
+
+def test_failures_of_single_groups_add_up_until_they_can_end_a_run() -> None:
+    conditions = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 1, 1)
+    errors = []
+    for step in range(4):
+        tally = Tally(BY_REWARDS)
+        tally.finished(make_group(step, [None] * 8))
+        errors.append(conditions.of_failures(step, tally))
+        conditions.of_step(step, [], {"updated": 0.0}, tally)
+    assert errors[:3] == [None] * 3
+    assert "100% of the rollouts failed" in str(errors[3])
+    alone = Tally(BY_REWARDS)
+    alone.finished(make_group(0, [None] * 64))
+    fresh = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 1, 1)
+    assert fresh.of_failures(0, alone) is None
+
+
+def test_a_refill_rejects_enough_groups_before_it_ends_a_run() -> None:
+    limits = Limits(9, 0.5, 9, fewest_rejected=12)
+    conditions = StopConditions(BY_REWARDS, limits, FILTERS["zero_variance"](), 1, 1)
+    for number in range(12):
+        assert conditions.of_refill(0) is None
+        conditions.rejected(make_group(number, [0.0] * 4), "zero variance", None)
+    assert "12 groups in a row had no signal (max_refill_rounds=10, and at least 12" in str(conditions.of_refill(0))
 
 
 class TestBuffer:

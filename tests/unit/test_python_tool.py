@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from winnow.env.base import OverlappingEnv
+from winnow.env.base import ModelTurn, OverlappingEnv
 from winnow.env.workers.bubblewrap import SandboxError
 from winnow.env.workers.sandbox import Outcome
 from winnow.tasks import ENVS
@@ -66,6 +66,15 @@ def test_a_turn_without_a_block_ends_it_without_a_reward(text: str) -> None:
     result, run = step(text, Outcome("", "", 0))
     assert run == []
     assert (result.observation, result.done, result.reward) == (None, True, None)
+
+
+@pytest.mark.parametrize("text", ["The numbers are\n```\n", "```json\n{}\n```\n"])
+def test_the_fence_of_another_block_ends_no_rollout(text: str) -> None:
+    """It completes the stop string in the middle of an answer."""
+    result, run = step(ModelTurn(text, "stop", "\n```\n"), Outcome("", "", 0))
+    assert run == []
+    assert (result.done, result.reward) == (False, None)
+    assert "only ```python blocks" in result.observation
 
 
 def test_no_more_blocks_are_run_than_there_are_calls() -> None:

@@ -11,7 +11,7 @@ from ..base.files import private_directory, write_json
 from ..config import METHODS, RunConfig
 from ..config.paths import as_saved
 from ..record.ledger import Ledger
-from ..record.records import CHARTS, CONFIG, LEDGER, RunDirectoryError
+from ..record.records import CHARTS, CONFIG, GATE, LEDGER, METRICS, SAMPLES, WARNINGS, RunDirectoryError
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..run.build_methods import Methods, method_charts
 
@@ -37,6 +37,12 @@ def open_account(run_dir: Path, c: RunConfig, methods: Methods, mark: Mapping[st
         ledger.set_meta("hosted", "true")
     ledger.set_meta("success", str(methods.judge.success))
     return ledger
+
+
+def discard_account(run_dir: Path) -> None:
+    """Remove the files of an account in which no step was trained; they are closed."""
+    for name in (CONFIG, CHARTS, METRICS, SAMPLES, GATE, WARNINGS, LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def keep_from_uploads(run_dir: Path) -> None:

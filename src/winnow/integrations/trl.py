@@ -12,7 +12,6 @@ overrides private methods.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +24,12 @@ from ..base.errors import ConfigError
 from ..base.machine import install
 from ..config.errors import suggestion
 from ..config.options import MethodSpec
-from ..env.base import Task
+from ..env.base import Task, has_no_environment
 from ..env.private import private
+from ..env.rewards.scores import completion_of
 from ..run.checkpoint import TRL_STATE
 from ..run.inputs import build_task
+from ..tasks.agents import AgentTask
 from ..types import Group, Prompt, Rollout
 from .trl_batch import logps_by_segment, mask_rows
 from .trl_config import run_config
@@ -59,11 +60,23 @@ def _require_env_reward(task: Task, reward_funcs: Any, eval_dataset: Any) -> Non
         raise ConfigError(f"reward_funcs: the environments of {task.name} give a reward that is lost; add env_reward")
     if env_reward in given and eval_dataset is not None:
         raise ConfigError("eval_dataset: TRL evaluates without environments, which give env_reward; leave it out")
+    own: Sequence[Any] = () if isinstance(task, AgentTask) else task.reward_funcs  # an agent may give a reward, too
+    if env_reward in given and (own or has_no_environment(task)):
+        raise ConfigError(
+            f"reward_funcs: env_reward, but the environments of {task.name} give no reward; "
+            + ("leave reward_funcs out for the task's own" if own else "use functions of your own")
+        )
 
 
 def _row_of(prompt: Prompt) -> dict[str, Any]:
     """Return a prompt as a row of TRL: its columns of any type, and the prompt itself."""
     return {**prompt.columns, "prompt": prompt.text if prompt.messages is None else list(prompt.messages)}
+
+
+def _completion(prompt: Prompt, rollout: Rollout) -> Any:
+    """Return a rollout of several turns or segments without the environment's words among the model's; else None."""
+    several = len(rollout.turns) > 1 or rollout.later_segments
+    return completion_of(prompt, rollout) if several else None
 
 
 class WinnowGRPOTrainer(GRPOTrainer):
@@ -74,7 +87,8 @@ class WinnowGRPOTrainer(GRPOTrainer):
     - `success`: what counts as right. `max_failed_share`, `max_skipped_steps`: when the run ends; without them it
       continues as TRL does. `resume="strict"`: refuse a resume with rewards, tools or callbacks that have changed.
     - `engine`: Winnow's `local` or `vllm` generates instead of TRL, as gates and environments require.
-    - `env`: a Winnow task instead of `train_dataset`, with its multi-turn environments; reward it with `env_reward`.
+    - `env`: a Winnow task instead of `train_dataset`, with its environments and reward functions; where environments
+      give the reward, add `env_reward`.
 
     Ledger and report data are in `output_dir/winnow`: `winnow report OUT/winnow`, `winnow verify OUT/winnow`.
     `train_dataset` is read to its end. Winnow's selector replaces the order by which TRL counts epochs, so set
@@ -99,6 +113,8 @@ class WinnowGRPOTrainer(GRPOTrainer):
             if kwargs.get("train_dataset") is not None:
                 raise ConfigError("train_dataset: env brings its own prompts; give one of the two")
             kwargs["train_dataset"] = Dataset.from_list([{"prompt": _row_of(p)["prompt"]} for p in given.train])
+            if kwargs.get("reward_funcs") is None and given.reward_funcs:
+                kwargs["reward_funcs"] = list(given.reward_funcs)
             _require_env_reward(given, kwargs.get("reward_funcs"), kwargs.get("eval_dataset"))
         super().__init__(**kwargs)
         if methods["gates"] or given is not None:
@@ -114,6 +130,8 @@ class WinnowGRPOTrainer(GRPOTrainer):
         self._scored: tuple[Any, ...] = ()
         self._sampled: list[Rollout] | None = None
         """Rollouts of Winnow's engine, while TRL scores them."""
+        self._completions: list[Any] = []
+        """What reward functions read of these; None: what TRL makes of all tokens."""
         self._training_on: dict[str, Any] | None = None
         """Tensors of the micro-batch whose loss is computed."""
         self._rows: Sequence[Rollout | None] = ()
@@ -158,10 +176,11 @@ class WinnowGRPOTrainer(GRPOTrainer):
         self.num_generations = size
         if sampled is not None:
             self._sampled = [rollout for group in sampled for rollout in group.rollouts]
+            self._completions = [_completion(group.prompt, rollout) for group in sampled for rollout in group.rollouts]
             self.rollout_func = as_rollout_func(self._sampled, self._tokenizer.pad_token_id)
-            self.mask_truncated_completions = False  # TRL goes by the last token; a limit on turns is none
+            self.mask_truncated_completions = False  # TRL judges by the last token; a limit on turns is none
         try:
-            with self._of_rollouts(self._sampled or ()):
+            with self._of_rollouts(self._sampled or ()), self._corrected(self._winnow.corrects):
                 output = super()._generate_and_score_completions(rows)
             if self._sampled is not None:
                 truncated = np.array([rollout.truncated for rollout in self._sampled])
@@ -180,6 +199,9 @@ class WinnowGRPOTrainer(GRPOTrainer):
             rewards: torch.Tensor = super()._calculate_rewards(*given)
         else:
             left = [i for i, rollout in enumerate(self._sampled) if rollout.fate is None]
+            pairs = zip(self._completions, completions, strict=True)
+            completions = [theirs if own is None else own for own, theirs in pairs]
+            given = inputs, prompts, completions, completion_ids_list
             rewards = torch.full((len(prompts), len(self.reward_funcs)), torch.nan, device=self.accelerator.device)
             if left:
                 rewards[left] = super()._calculate_rewards(*([values[i] for i in left] for values in given))
@@ -194,7 +216,8 @@ class WinnowGRPOTrainer(GRPOTrainer):
         if model.training:
             self._winnow.trained(inputs)
         try:
-            with self._of_rollouts(self._winnow.rollouts(inputs) if model.training else ()):
+            rollouts: Sequence[Rollout | None] = self._winnow.rollouts(inputs) if model.training else ()
+            with self._of_rollouts(rollouts), self._corrected(self._winnow.corrects and model.training):
                 return cast(torch.Tensor, super()._compute_loss(model, inputs))
         finally:
             self._training_on = None
@@ -207,6 +230,17 @@ class WinnowGRPOTrainer(GRPOTrainer):
             yield
         finally:
             self._rows = before
+
+    @contextmanager
+    def _corrected(self, applies: bool) -> Iterator[None]:
+        """Let TRL correct for Winnow's engine with the keys, and under the metrics, of its correction for vLLM."""
+        usual = self.use_vllm
+        if applies:
+            self.use_vllm, self._last_loaded_step = True, self.state.global_step  # it has no vLLM to load weights into
+        try:
+            yield
+        finally:
+            self.use_vllm = usual
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -237,9 +271,8 @@ class WinnowGRPOTrainer(GRPOTrainer):
         self._winnow.logged(logs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        directory = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        (directory / TRL_STATE).write_text(json.dumps(self._winnow.state_dict()), encoding="utf-8")
+        self._winnow.save(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
+        super()._save_checkpoint(model, trial)  # uploads it, and deletes older ones
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

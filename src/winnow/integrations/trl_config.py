@@ -12,6 +12,7 @@ from ..base.errors import ConfigError
 from ..config import RunConfig, validate
 from ..config.options import UNLIMITED, MethodSpec, method, name_of
 from ..env.base import Task
+from ..env.rewards.pending import numbered
 from ..env.workers.functions import compares_siblings
 from ..methods.advantage import ADVANTAGES, InUpdate
 from ..run.build_methods import Methods, build_methods, build_success
@@ -28,6 +29,8 @@ SCALES: dict[str, MethodSpec] = {
 """TRL's `scale_rewards` -> the advantage that judges groups if TRL's own advantages are kept."""
 ENDLESS = 10**9
 """More steps than any run takes."""
+FEWEST_REJECTED = 320
+"""Groups in a row without a signal that end a run: 10 rounds of 32, as by the defaults of `winnow train`."""
 
 
 def run_config(trainer: Any, methods: Mapping[str, Any], prompts: int) -> RunConfig:
@@ -87,9 +90,10 @@ def methods_of(trainer: Any, c: RunConfig, task: Task, *, by_engine: bool, own_a
 
     `own_advantages`: Winnow's instead of TRL's.
     """
-    names = {name: name for name in trainer.reward_func_names}
+    names = numbered(trainer.reward_func_names)
     options = Options.from_config(c)
-    m = build_methods(c, options, task.train, build_success(c, task, names, trainer.args.reward_weights))
+    success = build_success(c, task, {name: name for name in names}, trainer.args.reward_weights)
+    m = build_methods(c, options, task.train, success)
     marks = {name: _mark(function) for name, function in zip(names, trainer.reward_funcs, strict=True)}
     require_whole_groups(m, marks)
     for reason in (*_reasons(trainer, c, options, m, by_engine), *_of_own_advantages(trainer, c, m, own_advantages)):
@@ -114,6 +118,10 @@ def _reasons(trainer: Any, c: RunConfig, options: Options, m: Methods, by_engine
             yield "entropy_coef: the baseline of this advantage has no entropy term; leave out use_adaptive_entropy"
         if trainer.top_entropy_quantile < 1:
             yield "advantage: its baseline ignores top_entropy_quantile; remove one of them"
+        if args.fp16:
+            yield "fp16: norms of gradients have no loss scale, so float16 rounds them to 0; use bf16"
+        if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            yield "gradient_checkpointing_kwargs: use_reentrant gives no gradient of a single rollout; set it to False"
         if several:
             yield (
                 f"advantage: {name_of(c.advantage)} computes its baseline once per generation batch, with the policy "

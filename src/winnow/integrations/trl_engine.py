@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,8 +23,10 @@ from ..engine.base import Engine, close_engine, release_engine
 from ..engine.facts import end_where_rollouts_do
 from ..engine.initial_model import require_embeddings
 from ..engine.loading import ModelReference, prepare_cuda
+from ..engine.lora import TRAINED, UNUSED
 from ..engine.template import with_template_values
 from ..env.base import Task
+from ..env.rewards.pending import numbered
 from ..env.rewards.rewarder import Rewarder
 from ..learner.agreement import require_agreement
 from ..learner.base import Learner
@@ -75,6 +78,17 @@ class TrlModel:
             return copy.deepcopy(self.model).merge_and_unload()
         return self.model
 
+    @contextmanager
+    def as_loaded(self) -> Iterator[None]:
+        """Take away the forward that TRL and accelerate set on the model: in a copy it would still run the original."""
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        forward = vars(model).pop("forward", None)
+        try:
+            yield
+        finally:
+            if forward is not None:
+                model.forward = forward
+
     @torch.no_grad()
     def logp(self, rows: Sequence[Row], *, raw: bool = False) -> list[torch.Tensor]:
         """Return log-probabilities [A] of the A action tokens of each row; `raw`: before temperature."""
@@ -115,21 +129,38 @@ class _ScoredByTrl:
 
 def check_engine(trainer: Any) -> None:
     """Raise ConfigError, with the remedy, on features of TRL's generation that Winnow's engine does not have."""
-    args = trainer.args
-    adapters = getattr(TrlModel(trainer).model, "peft_config", {}).values()
-    dora = any(getattr(adapter, "use_dora", False) for adapter in adapters)
+    args, model = trainer.args, TrlModel(trainer).model
+    adapter = unmerged(model)
+    quantized = any(getattr(model, f"is_{kind}", False) for kind in ("quantized", "loaded_in_4bit", "loaded_in_8bit"))
     refused = {
         "use_vllm": (args.use_vllm, "TRL's vLLM cannot run gates during a sequence; set engine='vllm' instead"),
         "tools": (bool(trainer.tools), "give the task as env=..."),
         "environment_factory": (trainer.environment_factories is not None, "give the task as env=..."),
         "rollout_func": (trainer.rollout_func is not None, "the engine is the rollout function; remove one of them"),
         "repetition_penalty": (args.repetition_penalty != 1.0, "TRL's log-probabilities ignore it; leave it out"),
-        "peft_config": (dora, "the engine would lack DoRA's magnitudes; set use_dora=False"),
+        "peft_config": (bool(adapter), f"the engine would not get the weights of {adapter}; use one plain LoraConfig"),
+        "quantization_config": (quantized, "the engine needs whole weights; load the model without it"),
         "generation_kwargs": (bool(args.generation_kwargs), "the engine takes temperature, top_p, top_k and min_p"),
     }
     for name, (given, remedy) in refused.items():
         if given:
             raise ConfigError(f"{name}: does not work with gates, env or engine, where Winnow samples; {remedy}")
+
+
+def unmerged(model: Any) -> str:
+    """Return what of the model's adapters is not merged as they compute; empty: nothing."""
+    adapters = getattr(model, "peft_config", {})
+    for name, adapter in adapters.items():
+        whole = name in ("default", "ref") and hasattr(model, "get_base_model")  # TRL's copy, for the KL term, is "ref"
+        if not whole or adapter.peft_type != "LORA":
+            return f"the adapter '{name}' ({type(adapter).__name__})"
+        for key, value in adapter.to_dict().items():
+            if value and key not in {*TRAINED, *UNUSED, "bias", "revision"}:
+                return f"{key}={value!r}"
+    first = model.get_input_embeddings() if adapters else None
+    if hasattr(first, "get_delta_weight") and first.weight is model.get_output_embeddings().weight:
+        return "an adapter on embeddings that are tied to the head"
+    return ""
 
 
 def with_precision(spec: MethodSpec, precision: str) -> MethodSpec:
@@ -154,18 +185,26 @@ class EngineInTrl:
         self._options = engine_for_run(c, options)
         if isinstance(self._options, VllmOptions) and self._options.max_length is None:
             self._options = replace(self._options, max_length=longest_sequence(trainer, c, task, self._tokenizer))
-        self._liger = bool(trainer.args.use_liger_kernel)
-        self._compare = not (c.top_k or c.min_p or c.top_p < 1.0)  # TRL's log-probabilities apply temperature only
+        exact = not (c.top_k or c.min_p or c.top_p < 1.0)  # TRL's log-probabilities apply temperature only
+        self._compare = exact
         self._engine: Engine | None = None
         self._runner: RolloutRunner
         self._open(rules)
+        rounded = {getattr(self._engine, "dtype", "unknown"), self.model.precision} - {"float32", "float64"}
+        self.corrects = bool(exact and rounded and trainer.vllm_importance_sampling_correction)
+        """Whether TRL corrects for the engine as for its own vLLM: rounding changes probabilities."""
+        mode = trainer.vllm_importance_sampling_mode
+        if self.corrects and trainer.loss_type == "vespo" and not mode.startswith("token"):
+            self.close()
+            raise ConfigError(f"loss_type: vespo needs vllm_importance_sampling_mode 'token_truncate', not '{mode}'")
 
     def _open(self, rules: Sequence[NamedRule]) -> None:
         """Build the engine. One that reads files needs no copy of the model."""
         c, model = self._config, self.model.model
         source = "" if name_of(c.engine) == "local" else str(getattr(model.config, "name_or_path", "") or "")
-        reference = ModelReference(source, self._device, None if source else self.model.merged())
-        self._engine = engine = cast(Engine, self._options.build(reference, self._tokenizer))
+        with self.model.as_loaded():
+            reference = ModelReference(source, self._device, None if source else self.model.merged())
+            self._engine = engine = cast(Engine, self._options.build(reference, self._tokenizer))
         self._runner = RolloutRunner(
             engine, self._task, self._tokenizer, cast(Rewarder, _ScoredByTrl()), rollout_options(c), rules
         )
@@ -184,10 +223,10 @@ class EngineInTrl:
         release_engine(self._engine)
 
     def close(self) -> None:
-        """Close an engine that outlasts this object; the next `publish` builds another."""
-        if hasattr(self._engine, "close"):
-            close_engine(self._engine)
-            self._engine = None
+        """Close the engine, which an interrupt leaves unusable; the next `publish` builds another."""
+        close_engine(self._engine)
+        self._engine = None
+        vars(self).pop("_runner", None)  # it holds the engine
 
     def run(self, jobs: Sequence[Job]) -> list[Group]:
         """Return the jobs' groups in order, without rewards; the first are compared with TRL's model.
@@ -197,7 +236,7 @@ class EngineInTrl:
         """
         groups = run_jobs(self._runner, jobs)
         for group in groups:
-            require_trainable(group, liger=self._liger)
+            require_trainable(group)
         sampled = [r for group in groups for r in group.rollouts if r.action_mask.any()]
         if self._compare and sampled:
             dtype = str(getattr(self._engine, "dtype", "unknown"))
@@ -220,13 +259,8 @@ def longest_sequence(trainer: Any, c: RunConfig, task: Task, tokenizer: Any) -> 
     return None if prompt is None else prompt + c.max_completion_length
 
 
-def require_trainable(group: Group, *, liger: bool) -> None:
+def require_trainable(group: Group) -> None:
     """Raise ConfigError for rollouts that TRL's loss cannot take."""
-    if liger and any(rollout.later_segments for rollout in group.rollouts):
-        raise ConfigError(
-            f"use_liger_kernel: a rollout of prompt '{group.prompt.id}' has several segments (its history was "
-            "rewritten), and this loss takes one prompt a rollout; leave it out"
-        )
     if any(rollout.agent_rewards for rollout in group.rollouts):
         raise ConfigError(
             f"env: the agents of a rollout of prompt '{group.prompt.id}' have rewards of their own, and TRL has one "
@@ -261,6 +295,7 @@ class TrlSampler(JobQueue):
     def __init__(self, trainer: Any, roll_out: RollOut, engine: EngineInTrl | None) -> None:
         super().__init__()
         self._trainer, self._roll_out, self._engine = trainer, roll_out, engine
+        self._names = numbered(trainer.reward_func_names)
         self._rows: dict[tuple[int, int], Tensors] = {}
         self.outputs: list[Tensors] = []
         """TRL's tensors of each call since `forget`, unchanged."""
@@ -306,18 +341,24 @@ class TrlSampler(JobQueue):
         self._rows.clear()
         self.outputs = []
 
+    def show(self, advantages: Mapping[tuple[int, int], float]) -> None:
+        """Put the advantages trained on, by visit and sibling, into TRL's table of completions; NaN: not trained."""
+        table = self._trainer._logs["advantages"]  # of the latest rows
+        for place, key in zip(range(-1, -len(table) - 1, -1), reversed(self._rows), strict=False):
+            table[place] = advantages.get(key, math.nan)
+
     def _reward(self, rollout: Rollout, rewards_F: torch.Tensor) -> None:
         """Set TRL's rewards [F] by function on a rollout without a fate; NaN: the function returned None."""
-        t = self._trainer
         rollout.reward = None
         if rollout.fate is not None:
             return
-        values = zip(t.reward_func_names, rewards_F.tolist(), strict=True)
-        rollout.rewards = {name: value if math.isfinite(value) else None for name, value in values}
+        own = {"env": rollout.rewards["env"]} if "env" in rollout.rewards else {}  # which `success` may name
+        values = zip(self._names, rewards_F.tolist(), strict=True)
+        rollout.rewards = own | {name: value if math.isfinite(value) else None for name, value in values}
         if torch.isnan(rewards_F).all():
             rollout.fate, rollout.reason = Fate.FAILED, NO_REWARD
             return
-        reward = float((rewards_F * t.reward_weights.to(rewards_F.device)).nansum())
+        reward = float((rewards_F * self._trainer.reward_weights.to(rewards_F.device)).nansum())
         if math.isfinite(reward):
             rollout.reward = reward
         else:
@@ -352,5 +393,6 @@ class TrlSampler(JobQueue):
             self._engine.release()
 
     def close(self) -> None:
+        self._jobs = []
         if self._engine is not None:
             self._engine.close()

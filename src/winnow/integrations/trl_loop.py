@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..base.errors import ConfigError
+from ..base.files import private_directory, write_json
 from ..base.seconds import now
 from ..base.state import at
 from ..collect import Batch, Collector, LoopState
@@ -23,17 +25,17 @@ from ..config.paths import as_saved
 from ..env.base import Task
 from ..methods.advantage import InUpdate
 from ..methods.gate.audit import rules_of
-from ..record.records import Records, RunDirectoryError, read_metrics
-from ..record.stop_conditions import Limits
+from ..record.records import Records, RunDirectoryError, lock, read_metrics
+from ..record.stop_conditions import Limits, RunStoppedError
 from ..record.user_code import changes, code_of
 from ..run.build_methods import build_collector
-from ..run.checkpoint import load_state_in_trl, refuse_used_directory, understood
+from ..run.checkpoint import TRL_STATE, load_state_in_trl, refuse_used_directory, understood
 from ..run.resolved import step_options
 from ..sampler.codec import prompts_of
 from ..types import Fate, Group, Rollout
-from .hosted import keep_from_uploads, open_account, require_ledger, require_unchanged
+from .hosted import discard_account, keep_from_uploads, open_account, require_ledger, require_unchanged
 from .trl_batch import Tensors, batch_of
-from .trl_config import ENDLESS, methods_of
+from .trl_config import ENDLESS, FEWEST_REJECTED, methods_of
 from .trl_engine import NO_REWARD, EngineInTrl, RollOut, TrlSampler
 from .trl_update import StepScaling, squared_norms, with_baselines
 
@@ -55,12 +57,19 @@ class LoopInTrl:
         self._as_made = m.filter.admits_all and not own_advantages and not by_engine
         """Whether TRL trains on its own tensors, those without a reward included."""
         engine = EngineInTrl(trainer, c, m.options, task, rules_of(m.gates, m.audits)) if by_engine else None
+        self.corrects = engine is not None and engine.corrects
         self._sampler = TrlSampler(trainer, roll_out, engine)
         self.scaling = StepScaling(m.step_scale)
         self._step = 0
         self._collector: Collector | None = None
         self._resumed: dict[str, Any] | None = None
         self._resumed_from, self._changed = Path(), ""
+        self._saved_in = Path()
+        """The latest checkpoint."""
+        self._initial = ""
+        """The loop's first state, as JSON, for another start of this trainer."""
+        self._held: IO[str] | None = None
+        """Lock of `run_dir`."""
         self._batch: Batch | None = None
         self._in_batch: list[Rollout] = []
         """Rollouts of the batch's rows."""
@@ -73,7 +82,7 @@ class LoopInTrl:
     def batch(self) -> dict[str, Any]:
         """Return TRL's tensors of the next generation batch.
 
-        Raises RunStoppedError when the run has stopped and everything collected has been trained.
+        Raises RunStoppedError, after saving, when the run has stopped and everything collected has been trained.
         """
         self._complete()
         collector = self._collector or self._begin()
@@ -81,11 +90,21 @@ class LoopInTrl:
             self._before = self._state()
         batch = collector.collect(self._step) if collector.stop is None else Batch([], [])
         if collector.stop is not None and not batch.groups:
-            raise collector.stop
+            raise self._saved(collector.stop)
         self._batch = batch
         self._sampler.make_room()
         tensors = self._tensors(batch)
         return tensors | {ROWS: torch.arange(len(tensors["advantages"]))}
+
+    def _saved(self, stop: RunStoppedError) -> RunStoppedError:
+        """Return the error once the steps that were trained are in a checkpoint."""
+        t = self._trainer
+        if not t.state.global_step:
+            return stop
+        directory = Path(t._get_output_dir(trial=None)) / f"checkpoint-{t.state.global_step}"
+        if self._saved_in != directory:
+            t._save_checkpoint(t.model, trial=None)
+        return type(stop)(f"{stop}; the model is saved in {directory}")
 
     @property
     def _every(self) -> int:
@@ -130,13 +149,26 @@ class LoopInTrl:
         refuse_used_directory(self.run_dir, "`train(resume_from_checkpoint=True)`" if saved else "")
 
     def close(self) -> None:
-        self._sampler.close()
-        if self._collector is not None:
-            self._collector, self._batch = None, None
-            self._trained, self._logs = set(), {}
+        held, self._held = self._held, None
+        with held or nullcontext():  # released last
+            self._sampler.close()
+            collector, self._collector, self._batch = self._collector, None, None
+            if collector is None:
+                return
+            self._trained, self._logs, self._saved_in = set(), {}, Path()
             self._sampler.forget()
             self._records.close()
             self._ledger.close()  # which may raise
+            if self._resumed is None and not self._trainer.state.global_step and collector.stop is None:
+                discard_account(self.run_dir)  # of a start that failed, and may be tried again
+
+    def save(self, directory: Path) -> None:
+        """Write Winnow's part of a checkpoint of TRL's, before TRL's own: what fails here leaves earlier ones."""
+        state = self.state_dict()
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(directory / TRL_STATE, state)
+        self._methods.save(directory)
+        self._saved_in = directory
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of TRL's holds for a resume, as JSON values: loop, ledger and files up to this step.
@@ -149,16 +181,19 @@ class LoopInTrl:
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        assert self._collector is not None
-        loop = {"step": self._step, "step_scale": self._methods.step_scale.state_dict()}
         return {
-            "loop": loop | self._collector.state_dict(),
+            "loop": self._loop_state(),
             "config": as_saved(self.config),
             "task": self._task.fingerprint(),
             "offsets": self._records.offsets(),
             "ledger": self._ledger.mark(),
             "code": self._code,
         }
+
+    def _loop_state(self) -> dict[str, Any]:
+        assert self._collector is not None
+        own = {"step": self._step, "step_scale": self._methods.step_scale.state_dict()}
+        return own | self._collector.state_dict()
 
     @cached_property
     def _code(self) -> dict[str, str]:
@@ -183,6 +218,10 @@ class LoopInTrl:
     def _begin(self) -> Collector:
         c, m, state, _ = self.config, self._methods, self._resumed, self._code
         mark, step = (None, 0) if state is None else (state["ledger"], state["loop"]["step"])
+        private_directory(self.run_dir)
+        self._held = lock(self.run_dir)
+        if state is None:
+            self.require_new()  # again: another run may have come first
         self._ledger = ledger = open_account(self.run_dir, c, m, mark, step)
         keep_from_uploads(self.run_dir)
         if state is not None:
@@ -194,7 +233,8 @@ class LoopInTrl:
             self._warn(self._changed)
         no_fault = frozenset() if "max_failed_share" in c.model_fields_set else frozenset({NO_REWARD})
         masks = c.mask_truncated_completions
-        limits = Limits(ENDLESS, c.max_failed_share, c.max_skipped_steps, masks, no_fault)
+        fewest = min(len(self._task.train), FEWEST_REJECTED)
+        limits = Limits(ENDLESS, c.max_failed_share, c.max_skipped_steps, masks, no_fault, fewest_rejected=fewest)
         prompts = prompts_of(self._task)
         self._collector = build_collector(c, m, self._sampler, ledger, prompts, limits=limits)
         if state is not None:
@@ -202,6 +242,10 @@ class LoopInTrl:
                 self._load(LoopState.of(state["loop"]))
             seconds = [row.get("seconds_total", 0.0) for row in read_metrics(self.run_dir)]
             self._collector.clock.started_at(now(), before=max(seconds, default=0.0))
+        elif self._initial:
+            self._load(LoopState.of(json.loads(self._initial)))
+        else:
+            self._initial = json.dumps(self._loop_state())
         self._publish()
         return self._collector
 
@@ -239,7 +283,8 @@ class LoopInTrl:
         updated = float(bool(batch.groups and self._trained))
         self._trained = set()
         logs, self._logs = self._logs, {}  # TRL does not log every step
-        update = logs | (self.scaling.metrics if updated else {}) | {"updated": updated}
+        scaling = self.scaling.take()
+        update = logs | (scaling if updated else {}) | {"updated": updated}
         with collector.clock.phase("record"):
             collector.trained(self._step, batch, update)
         self._step += 1
@@ -267,9 +312,12 @@ class LoopInTrl:
         pruned = sum(r.fate == Fate.PRUNED for g in batch.groups for r in g.rollouts) if unbiased else 0
         parts = self._trainer.args.steps_per_generation  # into which TRL divides the batch
         missing = -len(rows) % parts if rows else parts
+        advantages_N = self._advantages(batch.groups, rows)
+        keys = [(group.visit.number, rollout.sibling) for group, rollout in trained]
+        self._sampler.show(dict(zip(keys, advantages_N.tolist(), strict=True)))
         return batch_of(
             rows,
-            self._advantages(batch.groups, rows),
+            advantages_N,
             np.array([1 / r.survival_p if unbiased else 1.0 for r in self._in_batch]),
             len(rows) + pruned,
             loss_type=self._trainer.loss_type,

@@ -28,8 +28,12 @@ class StepScaling(TrainerCallback):
         self._teaching_B: list[torch.Tensor] = []
         """Which rows have an advantage."""
         self._rates: list[float] = []
-        self.metrics: dict[str, float] = {}
-        """Metrics of the last optimizer step."""
+        self._metrics: dict[str, float] = {}
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics of the last optimizer step; empty without one since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def saw(self, logp_BT: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
         """Record a micro-batch: the policy's log-probabilities [B, T] and TRL's tensors."""
@@ -44,21 +48,24 @@ class StepScaling(TrainerCallback):
         self._log_w_B.append(log_ratio_BT[rows_B].sum(1))
         self._teaching_B.append(teaching_B[rows_B])
 
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._log_ratio_N, self._log_w_B, self._teaching_B = [], [], []  # of a step that was interrupted
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self._rates = [group["lr"] for group in optimizer.param_groups]
-        self.metrics = {}
+        self._metrics = {}
         if not self._log_w_B:
             return
         log_w_B, teaching_B = torch.cat(self._log_w_B), torch.cat(self._teaching_B)
-        self.metrics = {"ess_ratio": ess_ratio(log_w_B)}
+        self._metrics = {"ess_ratio": ess_ratio(log_w_B)}
         if teaching_B.any():
-            self.metrics |= sampling_metrics(torch.cat(self._log_ratio_N), log_w_B[teaching_B])
+            self._metrics |= sampling_metrics(torch.cat(self._log_ratio_N), log_w_B[teaching_B])
         self._log_ratio_N, self._log_w_B, self._teaching_B = [], [], []
-        scale = self._scale(self.metrics["ess_ratio"])
+        scale = self._scale(self._metrics["ess_ratio"])
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * scale
         rates = {"learning_rate": self._rates[0], "effective_learning_rate": self._rates[0] * scale}
-        self.metrics |= rates | self._scale.metrics()
+        self._metrics |= rates | self._scale.metrics()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):

@@ -14,7 +14,7 @@ from ..types import LIMITS, Group, GroupKind, Visit
 from .step_metrics import Tally
 
 MIN_FAILURES_JUDGED = 32
-"""Finished rollouts of a step that are needed before their failed share can stop the run."""
+"""Finished rollouts whose failed share can stop the run. A step of fewer can, too, if it has all of its groups."""
 
 
 class RunStoppedError(ExpectedError):
@@ -71,6 +71,8 @@ class Limits:
     """Reasons of failed rollouts that do not count towards `max_failed_share`."""
     teacher: bool = False
     """Whether a teacher makes every rollout teach."""
+    fewest_rejected: int = 0
+    """Groups that a refill rejects in a row before it may end the run."""
 
 
 class StopConditions:
@@ -79,8 +81,14 @@ class StopConditions:
     `refill_round`: groups in one round of a refilling filter.
     """
 
-    def __init__(self, judge: GroupJudge, limits: Limits, filter_: Filter, refill_round: int) -> None:
-        self._judge, self._limits, self._filter, self._refill_round = judge, limits, filter_, refill_round
+    def __init__(
+        self, judge: GroupJudge, limits: Limits, filter_: Filter, refill_round: int, prompts_per_step: int
+    ) -> None:
+        self._judge, self._limits, self._filter = judge, limits, filter_
+        self._refill_round, self._prompts_per_step = refill_round, prompts_per_step
+        self._failed: Counter[str] = Counter()
+        self._finished = 0
+        """Failed rollouts by cause, and all rollouts, of the latest steps that were too small to be judged."""
         self.forget_rejected()
         self.skipped_steps = 0
         """Consecutive steps without a signal."""
@@ -104,8 +112,8 @@ class StopConditions:
 
     def of_refill(self, step: int) -> RunStoppedError | None:
         """Stop a refill that adds nothing; accepted groups are still trained."""
-        rounds, n = self._filter.max_refill_rounds, len(self._rejected)
-        if not self._filter.refill or n < rounds * self._refill_round:
+        rounds, fewest, n = self._filter.max_refill_rounds, self._limits.fewest_rejected, len(self._rejected)
+        if not self._filter.refill or n < max(rounds * self._refill_round, fewest):
             return None
         if self._easy == n:
             return TaskSolvedError(f"step {step}: solved: every rollout of {n} groups in a row had the full reward")
@@ -121,18 +129,21 @@ class StopConditions:
             said = f"of {n} groups in a row {self._lacking} had missing rewards, and the others no signal"
             remedy = "Find out why rollouts fail" if 2 * self._lacking > n else remedy
         remedy += self._unknown()
+        limit = f"max_refill_rounds={rounds}" + (f", and at least {fewest} groups" if fewest else "")
         return RunStoppedError(
-            f"step {step}: {said} (max_refill_rounds={rounds}), so the batch cannot be filled; the last were: "
+            f"step {step}: {said} ({limit}), so the batch cannot be filled; the last were: "
             f"{'; '.join(self._rejected[-5:])}. {remedy}"
         )
 
-    def of_failures(self, step: int, tally: Tally, prompts_per_step: int) -> RunStoppedError | None:
-        """Stop on too large a share of failed rollouts."""
-        if not tally.failed.counts:
+    def of_failures(self, step: int, tally: Tally) -> RunStoppedError | None:
+        """Stop on too large a share of failed rollouts, in this step and those before it that were too small."""
+        if not (tally.failed.counts or self._failed):
             return None
-        enough = sum(tally.sizes) >= MIN_FAILURES_JUDGED or tally.groups >= prompts_per_step
-        faults = [(cause, n) for cause, n in tally.failed.most_common() if cause not in self._limits.no_fault]
-        share = sum(n for _, n in faults) / max(tally.rollouts, 1)
+        failed, finished, enough = self._failures(tally)
+        faults = [(cause, n) for cause, n in failed.most_common() if cause not in self._limits.no_fault]
+        size = tally.rollouts / tally.groups
+        planned = max(finished, self._finished + size * self._prompts_per_step)  # those in flight may well succeed
+        share = sum(n for _, n in faults) / planned
         if not enough or share <= self._limits.max_failed_share:
             return None
         cause, count = faults[0]
@@ -141,6 +152,14 @@ class StopConditions:
             f"{self._limits.max_failed_share:.0%}); most often ({count}x): {cause}"
         )
 
+    def _failures(self, tally: Tally) -> tuple[Counter[str], int, bool]:
+        """Return failed rollouts by cause and the number of all, since the last step that could be judged, and whether
+        they can be judged now. One group alone, as in a step of one prompt, says nothing."""
+        failed = self._failed + Counter(dict(tally.failed.most_common()))
+        finished, several = self._finished + tally.rollouts, tally.groups > 1 or self._finished > 0
+        many = finished >= MIN_FAILURES_JUDGED or tally.groups >= max(self._prompts_per_step, 2)
+        return failed, finished, several and many
+
     def of_step(
         self, step: int, groups: Sequence[Group], update: Mapping[str, float], tally: Tally
     ) -> RunStoppedError | None:
@@ -148,6 +167,8 @@ class StopConditions:
 
         An update without any signal, by a KL or entropy term alone, counts as skipped.
         """
+        failed, finished, enough = self._failures(tally)
+        self._failed, self._finished = (Counter[str](), 0) if enough else (failed, finished)
         if not groups and not tally.groups:
             return None  # its places were taken by groups that an earlier step has counted
         signal = self._limits.teacher or any(self._judge.teaches(g) for g in groups)

@@ -188,7 +188,11 @@ def sample_solution(numbers: Numbers, target: int, limit: int, rng: random.Rando
 
 
 def countdown_reward(
-    completions: Sequence[Any], numbers: Sequence[Sequence[int]], target: Sequence[int], style: Sequence[str]
+    completions: Sequence[Any],
+    numbers: Sequence[Sequence[int]],
+    target: Sequence[int],
+    style: Sequence[str],
+    **columns: Any,
 ) -> list[float | None]:
     """Return 1.0 for a right answer, else 0.0. Columns: `numbers`, `target`, and `style` (`steps` or `expression`)."""
     rewards: list[float | None] = []

@@ -1,8 +1,8 @@
 """Tool-integrated reasoning: questions of a data set, answered with the help of Python in a sandbox.
 
 The model writes a fenced block of Python. The block runs, and its output is the next observation. Up to `max_calls`
-blocks run; a turn without one ends the rollout. The reward functions then score the completion, as for a data set
-without the tool. Blocks share no variables.
+blocks run; a turn without one ends the rollout, unless the fence of another block ended the turn. The reward functions
+then score the completion, as for a data set without the tool. Blocks share no variables.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ INSTRUCTION = (
 )
 _BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)
 _FENCE_END = "\n```\n"
+_NOT_RUN = "```output\n(not run: only ```python blocks are)\n```\n"
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -103,9 +104,12 @@ class PythonToolEnv:
     def start_step(self, text: str) -> Future[StepResult]:
         """Run the last block of a turn, if calls are left. A failure of the sandbox is an exception."""
         blocks = _BLOCK.findall(text)
-        if not blocks or not self._left:
-            return _done(StepResult(None, done=not blocks))
+        ended = not blocks and getattr(text, "stop_string", "") != _FENCE_END  # which cuts the turn at any block
+        if ended or not self._left:
+            return _done(StepResult(None, done=ended))
         self._left -= 1
+        if not blocks:
+            return _done(StepResult(_NOT_RUN))
         code = blocks[-1]
         self._running = self._start(code)
         return converted(self._running, partial(self._result, code))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -75,13 +75,14 @@ class ScoredGroup:
         return [f for p in self.pending for f in p.futures if not f.done()]
 
 
-def unique_names(functions: list[RewardFunction]) -> list[RewardFunction]:
+def numbered(names: Iterable[str]) -> list[str]:
+    """Return names with a number on those that repeat an earlier one: `f`, `f_2`."""
     seen: Counter[str] = Counter()
-    for function in functions:
-        seen[function.name] += 1
-        if seen[function.name] > 1:
-            function.name = f"{function.name}_{seen[function.name]}"
-    return functions
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return found
 
 
 def result_of(future: Future[Any]) -> Any:

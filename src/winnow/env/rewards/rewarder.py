@@ -39,7 +39,7 @@ from ..workers.functions import (
     resolved,
 )
 from ..workers.worker import WorkerError
-from .pending import PendingRewards, RewardFunction, ScoredGroup, unique_names
+from .pending import PendingRewards, RewardFunction, ScoredGroup, numbered
 from .pooled import PooledReward, arguments_each, verl_arguments
 from .scores import MAX_REWARD, STANDARD, Outcome, arguments_of, check_columns
 from .workers import RewardWorkers
@@ -123,7 +123,9 @@ class Rewarder:
         except BaseException:
             self.close()
             raise
-        self._functions = unique_names(functions)
+        for function, name in zip(functions, numbered(f.name for f in functions), strict=True):
+            function.name = name
+        self._functions = functions
         self.specs = specs
 
     @property
