@@ -197,3 +197,24 @@ def test_without_functions_nothing_applies():
     g = group("x")
     scored([], g)
     assert g.rollouts[0].reason == "no reward function applied"
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("exact", {"ground_truth": None}),
+        ("exact", {"ground_truth": " "}),
+        ("countdown", {"numbers": None, "target": 4, "style": "expression"}),
+    ],
+)
+def test_a_row_without_a_reference_is_no_wrong_answer(name, columns):
+    g = group("None", "4", **columns)
+    scored(name, g)
+    assert {(r.fate, r.reward) for r in g.rollouts} == {(Fate.FAILED, None)}
+    assert "reward needs" in g.rollouts[0].reason
+
+
+def test_blanks_around_the_reference_do_not_count():
+    g = group("4\n", "5", ground_truth=" 4 ")
+    scored("exact", g)
+    assert g.rewards().tolist() == [1.0, 0.0]
