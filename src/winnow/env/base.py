@@ -148,7 +148,7 @@ class Task(Protocol):
     """Default reward functions. Empty if the environment gives the reward."""
     max_turns: int
     stop: tuple[str, ...]
-    """Strings that end a turn, in addition to those of the config."""
+    """Strings that end a turn, in addition to those of the config; a tuple, also of one."""
 
     def make_env(self, prompt: Prompt) -> Env | OverlappingEnv | None:
         """Return a fresh environment for one rollout, which may change its prompt's columns; None for one turn."""
