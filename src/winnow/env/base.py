@@ -90,6 +90,22 @@ def before_stop(text: str) -> str:
     return text.removesuffix(getattr(text, "stop_string", ""))
 
 
+@dataclass(frozen=True, slots=True)
+class EnvReport:
+    """The attribute `winnow_report` of Winnow's own environments; without it, these defaults hold."""
+
+    label: str = "the environment"
+    """Its name in messages."""
+    agents: set[str] | None = None
+    """Names under which agents asked, answered or not; None if there are no agents."""
+    abandoned: Sequence[int] = ()
+    """Numbers of turns that nobody waited for, which are not trained."""
+    notes: Sequence[str] = ()
+    """See `Rollout.notes`."""
+    environment: Any = None
+    """State for reward functions, one of their `environments`."""
+
+
 @runtime_checkable
 class Env(Protocol):
     """An environment for one rollout: built for one sibling, reset once, stepped until done.
@@ -113,9 +129,8 @@ class OverlappingEnv(Protocol):
 
     Its futures must finish within a timeout of its own; an exception fails the rollout. `close()` works as for `Env`,
     possibly while an answer is pending. An optional `start_reward()` gives a future of the reward, or None, for a
-    rollout that a limit ends: out of turns, segments or tokens. An action that the limit cuts is not stepped. An
-    optional `abandoned` has the numbers of turns that nobody waited for, which are not trained.
-    `winnow.env.workers.remote` puts any `Env` into a worker process.
+    rollout that a limit ends: out of turns, segments or tokens. An action that the limit cuts is not stepped.
+    `winnow.env.workers.remote` puts any `Env` into a worker process. An optional `winnow_report` is an `EnvReport`.
 
     An optional attribute `independent = True` says that no answer ever waits for another rollout (for a lock or a
     place in a pool that it holds). Answers are then waited for in order, however long they take, so a run repeats bit

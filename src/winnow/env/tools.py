@@ -25,7 +25,7 @@ from transformers.utils import get_json_schema
 
 from ..base.files import digest
 from ..types import Message, Prompt
-from .base import OverlappingEnv, RewardFn, StepResult, Task
+from .base import EnvReport, OverlappingEnv, RewardFn, StepResult, Task
 from .private import private
 from .prompt_store import changed
 from .prompting import NextMessages
@@ -307,11 +307,15 @@ class ToolEnv:
 
     def __init__(self, kit: _Kit, prompt: Prompt, parse: Parser, max_turns: int, deadlines: Deadlines) -> None:
         self.environment: Any = None
-        """The user's environment; reward functions see it as one of their `environments`."""
+        """The user's environment."""
         self._kit, self._prompt, self._parse = kit, prompt, parse
         self._turns_left = max_turns
         self._deadlines = deadlines
         self._tools: dict[str, Tool] = {}
+
+    @property
+    def winnow_report(self) -> EnvReport:
+        return EnvReport(environment=self.environment)
 
     def start_reset(self) -> Future[str | None]:
         return self._deadlines.submit(self._reset)
