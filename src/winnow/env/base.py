@@ -153,6 +153,7 @@ class Task(Protocol):
     A task of many turns may have `max_turn_length`, the most tokens sampled in one turn. A turn that reaches it has the
     stop reason `length` and is passed to the environment unchanged. A task whose environments always give the reward
     should have `rewards_itself = True`: reward functions of a user, which would never be asked, are then refused.
+    One with environments that give none should have `needs_reward_funcs = True`: a run without any is then refused.
     """
 
     name: str

@@ -256,6 +256,7 @@ class ToolTask:
         """See `DatasetTask`; an environment's `reset` gets all columns."""
         self.rewards_itself = all(rewards)
         """Whether every environment has `get_reward`, so that no reward function is asked."""
+        self.needs_reward_funcs = not all(rewards)
         for prompt in chain(task.train, task.test):
             self._equipped(prompt)
         self.train = changed(task.train, self._equipped)

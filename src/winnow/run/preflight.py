@@ -60,7 +60,7 @@ def check_rewards(task: Task, first: Prompt, rewarder: Rewarder) -> None:
                 "prompt. If it is, write it into the messages, or use preset: alpaca or sharegpt. If a reward "
                 "function reads it, name it among the function's arguments. Else remove the column"
             )
-    if not rewarder.names and task.make_env(first) is None:
+    if not rewarder.names and (getattr(task, "needs_reward_funcs", False) or task.make_env(first) is None):
         raise ConfigError("reward_funcs: missing, and the task has no reward; give e.g. 'my_reward.py:my_reward'")
     if rewarder.names and getattr(task, "rewards_itself", False):
         raise ConfigError(

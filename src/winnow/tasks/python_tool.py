@@ -70,6 +70,7 @@ class PythonTool:
 
     name = "python_tool"
     stop = (_FENCE_END,)
+    needs_reward_funcs = True
 
     def __init__(self, task: DatasetTask, config: PythonToolConfig) -> None:
         self.config = config
