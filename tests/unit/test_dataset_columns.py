@@ -74,3 +74,12 @@ def test_what_has_tool_calls_or_is_no_turn_may_be_empty():
 def test_a_prompt_without_text_is_refused(messages, cause):
     with pytest.raises(DataError, match=f"row 1: 'prompt'.* {cause}"):
         DatasetConfig("x").with_rows([{"prompt": messages}])
+
+
+def test_prompts_differ_by_their_tool_calls():
+    one, other = ({"prompt": of_agent(path)} for path in ("a", "b"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of prompts that repeat an earlier one
+        task = DatasetConfig("x").with_rows([one], [other])
+    assert task.train[0].id != task.test[0].id
+    assert DatasetConfig("x").with_rows([one]).fingerprint() != DatasetConfig("x").with_rows([other]).fingerprint()
