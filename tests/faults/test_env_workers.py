@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ from winnow.env.workers.remote import EnvLostError, EnvPool
 from winnow.env.workers.worker import WorkerError
 from winnow.rollout.options import RolloutOptions
 from winnow.rollout.runner import RolloutRunner
+from winnow.tasks.games.task import GameTask
 from winnow.types import Fate, Group, Job, Prompt, Visit
 
 TOY = f"{Path(__file__).with_name('toy_env.py')}:CountingEnv"
@@ -131,6 +133,18 @@ def test_a_step_of_another_type_is_named(pool: EnvPool) -> None:
 def test_a_deadline_that_cannot_be_kept_is_refused(timeout_s: float) -> None:
     with pytest.raises(ValueError, match=r"timeout_s in \(0, 1,000,000\]"):
         EnvPool(1, timeout_s=timeout_s)
+
+
+class NoGames(GameTask):
+    def _shown(self, card: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_the_engine_waits_in_order_for_short_steps_alone(pool: EnvPool) -> None:
+    """Those of games, whose runs repeat bit for bit. It goes on while others take longer than a second."""
+    assert not pool.make(TOY, {"turns": 1}).independent
+    config: Any = SimpleNamespace(name="toy", style="words", workers=1, timeout_s=2.0, max_turns=1, max_turn_length=1)
+    assert NoGames(config, [], [])._pool.independent
 
 
 class RemoteTask:

@@ -10,15 +10,20 @@ import threading
 
 import pytest
 
+from winnow.engine import SamplingParams
+from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.tools import with_tools
+from winnow.rollout.options import RolloutOptions
+from winnow.rollout.runner import RolloutRunner
+from winnow.run.preflight import check_prompts
 from winnow.tasks.agents import AgentConfig, with_agent
 from winnow.tasks.agents.endpoint import Endpoint
 from winnow.tasks.agents.verifiers import Tasks, VerifiersConfig
-from winnow.types import Fate, Prompt
+from winnow.types import Fate, Job, Prompt, Visit
 
 from ..builders.asking import ask, user
 from ..builders.tool_calls import call
-from ..builders.tool_rollouts import roll
+from ..builders.tool_rollouts import Scripted, roll
 from ..builders.tools import OneTurn, add, make_tokenizer
 
 GOES_ON = [{"role": "user", "content": "Go on."}]
@@ -234,6 +239,17 @@ def test_a_stop_string_is_left_out_of_answers_unless_it_is_asked_for(tokenizer):
     assert said[2]["tool_calls"][0]["function"]["name"] == "add"
     assert [turn.action for turn in rollouts[0].turns] == script
     assert rollouts[0].turns[0].compared == "<answer>4"
+
+
+def test_the_prompt_of_a_row_may_be_long(tokenizer):
+    """The policy never sees it: an agent's requests are the prompts."""
+    task = with_agent(OneTurn(), chat)
+    options = RolloutOptions(SamplingParams(8), max_prompt_length=4, seed=0)
+    check_prompts(options, task, tokenizer, None)
+    runner = RolloutRunner(Scripted(tokenizer, [["yes"]]), task, tokenizer, Rewarder([]), {"probe": options})
+    runner.launch(Job(Visit(0, 0, task.train[0]), 1, "probe"))
+    (group,) = runner.poll()
+    assert [(r.fate, len(r.prompt_ids), r.text) for r in group.rollouts] == [(None, 4, "yes")]
 
 
 def wants_question(question, base_url):

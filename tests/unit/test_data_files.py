@@ -73,6 +73,26 @@ def test_a_column_of_bytes_in_a_csv_file_is_refused(tmp_path):
         build(tmp_path / "a.csv")
 
 
+def test_columns_of_a_csv_file_are_numbers_only_where_that_changes_no_text(tmp_path):
+    columns = {
+        "prompt": ["a", "b", "c"],
+        "mixed": ["5", "2.5", "10"],
+        "long": ["12345678901234567890", "1", ""],
+        "code": ["007", "8", "9"],
+        "price": ["3.50", "2.25", "NA"],
+        "holds": ["True", "False", ""],
+        "day": ["2026-01-02", "2026-01-03", "2026-01-04"],
+        "nothing": ["", "", ""],
+    }
+    lines = [",".join(cells) for cells in (columns, *zip(*columns.values(), strict=True))]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    found = [prompt.columns for prompt in build(tmp_path / "a.csv").train]
+    read = {name: [row[name] for row in found] for name in columns if name != "prompt"}
+    assert [*map(repr, read.pop("mixed"))] == columns["mixed"]
+    assert read.pop("long") == [12345678901234567890, 1, None]
+    assert read == {name: [cell if cell not in ("", "NA") else None for cell in columns[name]] for name in read}
+
+
 @pytest.mark.parametrize("content", ["", "\n", "{", "[]"])
 def test_short_files_are_no_other_encoding(tmp_path, content):
     (tmp_path / "a.json").write_text(content)

@@ -44,3 +44,42 @@ def test_text_that_is_not_messages_stays_text(text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert DatasetConfig("x").with_rows([{"prompt": text}]).train[0].text == text
+
+
+def of_agent(path):
+    """Messages as dumps of agents have them."""
+    call = {"type": "function", "function": {"name": "read", "arguments": {"path": path}}}
+    return [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "\n"},
+    ]
+
+
+def test_what_has_tool_calls_or_is_no_turn_may_be_empty():
+    task = DatasetConfig("x").with_rows([{"prompt": of_agent("a")}])
+    assert task.train[0].messages == tuple(of_agent("a"))
+    text = of_agent("a")[:2]
+    assert DatasetConfig("x", prompt_format="text").with_rows([{"prompt": text}]).train[0].text == "Look."
+
+
+@pytest.mark.parametrize(
+    ("messages", "cause"),
+    [
+        ([{"role": "system", "content": ""}], "has no message with text"),
+        ([{"role": "assistant", "content": "", "tool_calls": []}], "message 1 is empty"),
+    ],
+)
+def test_a_prompt_without_text_is_refused(messages, cause):
+    with pytest.raises(DataError, match=f"row 1: 'prompt'.* {cause}"):
+        DatasetConfig("x").with_rows([{"prompt": messages}])
+
+
+def test_prompts_differ_by_their_tool_calls():
+    one, other = ({"prompt": of_agent(path)} for path in ("a", "b"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of prompts that repeat an earlier one
+        task = DatasetConfig("x").with_rows([one], [other])
+    assert task.train[0].id != task.test[0].id
+    assert DatasetConfig("x").with_rows([one]).fingerprint() != DatasetConfig("x").with_rows([other]).fingerprint()

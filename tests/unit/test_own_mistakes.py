@@ -13,9 +13,11 @@ from winnow.config import validate
 from winnow.methods.filter import AllOf, Filter, ZeroVariance, checked_verdict
 from winnow.methods.gate import NamedRule, RuleError, check_rule
 from winnow.methods.select import StreamSelector
+from winnow.run.inputs import build_task
 from winnow.types import EnvStep, GroupKind, Prompt, Token, Verdict
 
 from ..builders.groups import make_group
+from ..builders.toy_rollouts import ToyTask
 
 
 class SaysTrue(Filter):
@@ -72,3 +74,10 @@ def test_a_rule_at_an_environment_step_cannot_ask_for_what_only_tokens_have() ->
 
 def test_one_gate_needs_no_list() -> None:
     assert validate({"model": "m", "env": "countdown", "gates": "random"}).gates == ["random"]
+
+
+def test_a_task_whose_stop_is_one_text() -> None:
+    """Each of its characters would end a turn."""
+    task = ToyTask(stop="</answer>")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"env: task toy: stop must be a tuple of texts, e.g. \('</answer>',\)"):
+        build_task(task)

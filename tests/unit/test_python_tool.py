@@ -15,7 +15,8 @@ from winnow.env.base import ModelTurn, OverlappingEnv
 from winnow.env.workers.bubblewrap import SandboxError
 from winnow.env.workers.sandbox import Outcome
 from winnow.tasks import ENVS
-from winnow.tasks.python_tool import PythonTool, PythonToolConfig, PythonToolEnv
+from winnow.tasks.python_tool import PythonTool, PythonToolConfig, PythonToolEnv, _instructed
+from winnow.types import Prompt
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -138,6 +139,13 @@ def test_the_task_is_the_data_set_with_an_instruction(task: PythonTool, rows: Pa
     assert slots.fingerprint() == task.fingerprint()
     for made in (other, slots):
         made._sandbox.close()
+
+
+def test_the_instruction_goes_before_a_begun_turn() -> None:
+    """Behind it, it would be words of the policy."""
+    asked, begun = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "<think>\n"}
+    prompt = _instructed(Prompt("p", 0, messages=(asked, begun)), " Use Python.")
+    assert prompt.messages == ({"role": "user", "content": "2 + 2? Use Python."}, begun)
 
 
 @needs_bubblewrap

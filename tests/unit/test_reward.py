@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from winnow.env.prompting import NextMessages
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.types import Fate, Segment, Turn
 
@@ -45,6 +46,15 @@ def test_a_rollout_of_several_segments_is_judged_by_all_that_was_sampled(chat):
     scored(lambda completions, completion_ids: seen.extend([*completions, *completion_ids]) or [1], g)
     actions = [{"role": "assistant", "content": text} for text in ("go", "stop")]
     assert seen == [actions if chat else "gostop", [0, 7]]
+
+
+def test_the_prompt_of_a_later_segment_is_no_part_of_the_completion():
+    seen = []
+    g = group("x", chat=True)
+    again = NextMessages([{"role": role, "content": "Count."} for role in ("system", "user")], continues=None)
+    g.rollouts[0].turns = [Turn("go", again, 0, 1, "eos"), Turn("stop", None, 1, 2, "eos")]
+    scored(lambda completions: seen.extend(completions) or [1], g)
+    assert seen == [[{"role": "assistant", "content": text} for text in ("go", "stop")]]
 
 
 def test_keyword_function_gets_everything():
@@ -197,3 +207,24 @@ def test_without_functions_nothing_applies():
     g = group("x")
     scored([], g)
     assert g.rollouts[0].reason == "no reward function applied"
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("exact", {"ground_truth": None}),
+        ("exact", {"ground_truth": " "}),
+        ("countdown", {"numbers": None, "target": 4, "style": "expression"}),
+    ],
+)
+def test_a_row_without_a_reference_is_no_wrong_answer(name, columns):
+    g = group("None", "4", **columns)
+    scored(name, g)
+    assert {(r.fate, r.reward) for r in g.rollouts} == {(Fate.FAILED, None)}
+    assert "reward needs" in g.rollouts[0].reason
+
+
+def test_blanks_around_the_reference_do_not_count():
+    g = group("4\n", "5", ground_truth=" 4 ")
+    scored("exact", g)
+    assert g.rewards().tolist() == [1.0, 0.0]

@@ -83,3 +83,11 @@ def test_the_length_of_a_turn_is_checked(policy, length: Any) -> None:
     task.max_turn_length = length  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="max_turn_length must be at least 1 or None"):
         run(policy, task)
+
+
+def test_attributes_of_a_users_own_say_nothing_to_the_runner(policy) -> None:
+    class Own(EchoEnv):
+        notes, abandoned, agents, label, environment = None, True, 2, 3, 4
+
+    first, *_ = run(policy, ToyTask(make=lambda _: Own(1)), max_tokens=400)
+    assert [(r.reward, r.fate, r.notes) for r in first.rollouts] == [(1.0, None, [])] * 4

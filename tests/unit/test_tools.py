@@ -17,6 +17,7 @@ from winnow.env.base import StepResult, Task
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.env.tools import ToolUnavailableError, parse_tool_calls, parser_of, with_tools
 from winnow.run.preflight import check_rewards
+from winnow.tasks.python_tool import PythonTool
 from winnow.types import Prompt
 
 from ..builders.tool_calls import Counter, call, fail
@@ -343,6 +344,17 @@ def test_reward_functions_that_no_environment_would_ask_are_refused():
         check_rewards(only, only.train[0], rewarder)
     check_rewards(mixed, mixed.train[0], rewarder)
     rewarder.close()
+
+
+def test_environments_that_give_no_reward_need_reward_functions():
+    """Else every rollout has reward 0."""
+    mixed = with_tools(OneTurn({"environment": "a"}), environment_factory={"a": Counter, "b": Silent})
+    for task in (mixed, with_tools(OneTurn(), [add]), with_tools(OneTurn(), environment_factory=Silent)):
+        with pytest.raises(ConfigError, match="reward_funcs: missing"):
+            check_rewards(task, task.train[0], Rewarder([]))
+    only = with_tools(OneTurn({"start": 1}), environment_factory=Counter)
+    check_rewards(only, only.train[0], Rewarder([]))
+    assert PythonTool.needs_reward_funcs
 
 
 def right(completions, **columns):

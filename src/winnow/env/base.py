@@ -90,6 +90,22 @@ def before_stop(text: str) -> str:
     return text.removesuffix(getattr(text, "stop_string", ""))
 
 
+@dataclass(frozen=True, slots=True)
+class EnvReport:
+    """The attribute `winnow_report` of Winnow's own environments; without it, these defaults hold."""
+
+    label: str = "the environment"
+    """Its name in messages."""
+    agents: set[str] | None = None
+    """Names under which agents asked, answered or not; None if there are no agents."""
+    abandoned: Sequence[int] = ()
+    """Numbers of turns that nobody waited for, which are not trained."""
+    notes: Sequence[str] = ()
+    """See `Rollout.notes`."""
+    environment: Any = None
+    """State for reward functions, one of their `environments`."""
+
+
 @runtime_checkable
 class Env(Protocol):
     """An environment for one rollout: built for one sibling, reset once, stepped until done.
@@ -113,9 +129,8 @@ class OverlappingEnv(Protocol):
 
     Its futures must finish within a timeout of its own; an exception fails the rollout. `close()` works as for `Env`,
     possibly while an answer is pending. An optional `start_reward()` gives a future of the reward, or None, for a
-    rollout that a limit ends: out of turns, segments or tokens. An action that the limit cuts is not stepped. An
-    optional `abandoned` has the numbers of turns that nobody waited for, which are not trained.
-    `winnow.env.workers.remote` puts any `Env` into a worker process.
+    rollout that a limit ends: out of turns, segments or tokens. An action that the limit cuts is not stepped.
+    `winnow.env.workers.remote` puts any `Env` into a worker process. An optional `winnow_report` is an `EnvReport`.
 
     An optional attribute `independent = True` says that no answer ever waits for another rollout (for a lock or a
     place in a pool that it holds). Answers are then waited for in order, however long they take, so a run repeats bit
@@ -138,6 +153,7 @@ class Task(Protocol):
     A task of many turns may have `max_turn_length`, the most tokens sampled in one turn. A turn that reaches it has the
     stop reason `length` and is passed to the environment unchanged. A task whose environments always give the reward
     should have `rewards_itself = True`: reward functions of a user, which would never be asked, are then refused.
+    One with environments that give none should have `needs_reward_funcs = True`: a run without any is then refused.
     """
 
     name: str
@@ -148,7 +164,7 @@ class Task(Protocol):
     """Default reward functions. Empty if the environment gives the reward."""
     max_turns: int
     stop: tuple[str, ...]
-    """Strings that end a turn, in addition to those of the config."""
+    """Strings that end a turn, in addition to those of the config; a tuple, also of one."""
 
     def make_env(self, prompt: Prompt) -> Env | OverlappingEnv | None:
         """Return a fresh environment for one rollout, which may change its prompt's columns; None for one turn."""

@@ -250,8 +250,11 @@ def _prompt_of(row: Row, config: DatasetConfig, as_json: list[str]) -> tuple[str
     if not isinstance(value, list) or not value:
         raise DataError(f"{row.where}: '{column}' must be text or a list of messages, found {value!r:.60}")
     messages = [_message(m, f"{row.where}: '{column}', message {i}") for i, m in enumerate(value, start=1)]
+    if not any(str(m.get("content") or "").strip() for m in messages):
+        raise DataError(f"{row.where}: '{column}' has no message with text")
     if config.prompt_format == "text":
-        return "\n\n".join(_plain_content(m, row.where) for m in messages), None
+        texts = [_plain_content(m, row.where) for m in messages]
+        return "\n\n".join(text for text in texts if text.strip()), None
     if config.system_prompt is not None:
         if messages[0]["role"] == "system":
             raise DataError(f"{row.where}: has a system message already; remove that, or system_prompt")
@@ -267,8 +270,10 @@ def _message(value: Any, where: str) -> Message:
     content: Any = message.get("content")
     parts = isinstance(content, list) and bool(content) and all(isinstance(part, dict) for part in content)
     calls = isinstance(message.get("tool_calls"), list) and content is None
+    may_be_empty = bool(message.get("tool_calls")) or message["role"] not in ("user", "assistant")
     if isinstance(content, str):
-        _check_text(content, where)
+        if content.strip() or not may_be_empty:
+            _check_text(content, where)
     elif parts:
         for part in content:
             if not isinstance(part.get("text"), str):

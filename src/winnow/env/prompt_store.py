@@ -33,14 +33,17 @@ BUFFER = 1 << 20
 
 
 def content_of(prompt: Prompt) -> str:
-    """Return the identity of a prompt: its text, or its roles and words with what the row gives to the template."""
+    """Return the identity of a prompt: its text, or its roles, words and tool calls with what the row gives to the
+    template."""
     return _content(prompt.text, prompt.messages, prompt.template_values)
 
 
 def _content(text: str | None, messages: Sequence[Message] | None, values: Mapping[str, Any]) -> str:
     if messages is None:
         return (text or "").strip()
-    words: list[Any] = [[m["role"], m.get("content")] for m in messages]
+    words: list[Any] = []
+    for m in messages:
+        words.append([m["role"], m.get("content"), *([m["tool_calls"]] if m.get("tool_calls") else [])])
     return json.dumps([words, values] if values else words, sort_keys=True, default=str)
 
 

@@ -136,21 +136,48 @@ _JSON = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    """Yield rows of a comma-separated file with a header; columns of numbers become numbers, as with `datasets`."""
+    """Yield rows of a comma-separated file with a header. A column in which all are a `_number` has numbers, others
+    have texts."""
     import pyarrow
     import pyarrow.csv
 
+    options = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    numbers: list[str] = []
     try:
         with _open(path) as file:
-            table = pyarrow.csv.read_csv(file, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True))
+            table = pyarrow.csv.read_csv(file, parse_options=options)
         _distinct(table.column_names, path)
         if binary := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
             raise _not_utf8(path, "WINDOWS-1252", f"column '{binary[0]}' perhaps ")
+        if typed := [field.name for field in table.schema if not pyarrow.types.is_string(field.type)]:
+            # such types change texts: 007 becomes 7, True becomes true, and 5 in a column with 2.5 becomes 5.0
+            as_texts = pyarrow.csv.ConvertOptions(
+                column_types=dict.fromkeys(typed, pyarrow.string()), include_columns=typed, strings_can_be_null=True
+            )
+            with _open(path) as file:
+                texts = pyarrow.csv.read_csv(file, parse_options=options, convert_options=as_texts)
+            for name in typed:
+                table = table.set_column(table.column_names.index(name), name, texts[name])
+                if all(text is None or _number(text) is not None for text in texts[name].unique().to_pylist()):
+                    numbers.append(name)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: cannot be read as CSV: {error}") from None
     except UnicodeDecodeError:
         raise _not_utf8(path, "WINDOWS-1252", "its header perhaps ") from None
-    yield from _batches(path, table.to_batches(BATCH))
+    for row in _batches(path, table.to_batches(BATCH)):
+        for name in numbers:
+            text = row.values[name]
+            row.values[name] = None if text is None else _number(text)
+        yield row
+
+
+def _number(text: str) -> int | float | None:
+    """Return the number that Python writes like this text; None for others, such as 007, 3.50 and 1e3."""
+    try:
+        number = float(text) if "." in text else int(text)
+    except ValueError:
+        return None
+    return number if str(number) == text.strip() else None
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -25,7 +25,7 @@ from transformers.utils import get_json_schema
 
 from ..base.files import digest
 from ..types import Message, Prompt
-from .base import OverlappingEnv, RewardFn, StepResult, Task
+from .base import EnvReport, OverlappingEnv, RewardFn, StepResult, Task
 from .private import private
 from .prompt_store import changed
 from .prompting import NextMessages
@@ -256,6 +256,7 @@ class ToolTask:
         """See `DatasetTask`; an environment's `reset` gets all columns."""
         self.rewards_itself = all(rewards)
         """Whether every environment has `get_reward`, so that no reward function is asked."""
+        self.needs_reward_funcs = not all(rewards)
         for prompt in chain(task.train, task.test):
             self._equipped(prompt)
         self.train = changed(task.train, self._equipped)
@@ -307,11 +308,15 @@ class ToolEnv:
 
     def __init__(self, kit: _Kit, prompt: Prompt, parse: Parser, max_turns: int, deadlines: Deadlines) -> None:
         self.environment: Any = None
-        """The user's environment; reward functions see it as one of their `environments`."""
+        """The user's environment."""
         self._kit, self._prompt, self._parse = kit, prompt, parse
         self._turns_left = max_turns
         self._deadlines = deadlines
         self._tools: dict[str, Tool] = {}
+
+    @property
+    def winnow_report(self) -> EnvReport:
+        return EnvReport(environment=self.environment)
 
     def start_reset(self) -> Future[str | None]:
         return self._deadlines.submit(self._reset)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..env.chat import is_begun
 from ..env.prompting import NextMessages, PromptError, encode_observation, encode_prompt, first_messages, with_messages
-from ..types import Message, Prompt
+from ..types import Job, Message, Prompt
 from .in_flight import Sibling
 
 MOST_TEXTS = 10_000
@@ -28,11 +28,15 @@ class PromptTokens:
         self._tokenizer = tokenizer
         self._of_text: dict[str, tuple[int, ...]] = {}
 
-    def of(self, prompt: Prompt, observation: str | None, limit: int) -> tuple[int, ...]:
-        """Return what `encode_prompt` does. Raises PromptError where that is longer than `limit`."""
+    def of(self, job: Job, observation: str | None, limit: int) -> tuple[int, ...]:
+        """Return what `encode_prompt` does. Raises PromptError where that is longer than `limit`, except for a probe,
+        which gets the last tokens: engine and learner can be compared on any text."""
         if not isinstance(observation, str | None):
             raise TypeError(f"reset() must return a text or None, not {type(observation).__name__}")
+        prompt = job.visit.prompt
         ids = self._encoded(prompt, observation)
+        if job.purpose == "probe":
+            return ids[-limit:]
         if len(ids) > limit:
             raise PromptError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
         return ids

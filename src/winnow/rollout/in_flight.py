@@ -15,7 +15,7 @@ import numpy as np
 
 from ..base.sanitize import redact
 from ..engine.base import Finished
-from ..env.base import Env, OverlappingEnv
+from ..env.base import Env, EnvReport, OverlappingEnv
 from ..env.prompting import ANY_TURN, TurnSettings
 from ..env.rewards.scores import MAX_REWARD
 from ..env.workers.calls import shared_calls
@@ -69,6 +69,12 @@ class Sibling:
     """Last reward from the environment."""
     waiting_since: float | None = None
     """Time of arrival at the barrier of an environment-step gate, where it holds no engine slot, or None."""
+
+    @property
+    def report(self) -> EnvReport:
+        """Report of its environment. Any other attribute is the user's own."""
+        report = getattr(self.env, "winnow_report", None)
+        return report if isinstance(report, EnvReport) else EnvReport()
 
     @property
     def progress(self) -> float | None:
@@ -155,7 +161,7 @@ class Sibling:
         Where a limit ended the rollout, agents whose turn did not come may have one, too: an environment's, or those
         next to all that asked.
         """
-        asked = getattr(self.env, "agents", None)
+        asked = self.report.agents
         if asked is None and stop_reason not in LIMITS:
             asked = {segment.agent for segment in self.rollout.segments}
         unknown = [] if asked is None else [name for name in self.rollout.agent_rewards if name not in asked]
@@ -169,7 +175,8 @@ class Sibling:
 
     def end_episode(self, stop_reason: str, *, judged: bool) -> Rollout:
         """Close the rollout with the environment's last reward; without one it is 0, unless it will be `judged`."""
-        label, is_agent = getattr(self.env, "label", "the environment"), hasattr(self.env, "agents")
+        report = self.report
+        label, is_agent = report.label, report.agents is not None
         unknown = self._unknown_agents(stop_reason)
         ended = self.finish(stop_reason)
         if ended.fate is not None:  # every answer was abandoned
@@ -216,8 +223,9 @@ class Sibling:
     def _close_env(self) -> None:
         if self.env is None:
             return
-        self.environment = getattr(self.env, "environment", None)
-        self.rollout.notes += getattr(self.env, "notes", ())
+        report = self.report
+        self.environment = report.environment
+        self.rollout.notes += report.notes
         close = getattr(self.env, "close", None)
         if close is not None:
             try:
@@ -240,7 +248,7 @@ class Sibling:
     def finish(self, stop_reason: str, *, fate: Fate | None = None, reason: str = "") -> Rollout:
         """Close the rollout: after this it is only scored and booked."""
         self.leave_barrier()
-        if self._leave_out(getattr(self.env, "abandoned", ())) and fate is None:
+        if self._leave_out(self.report.abandoned) and fate is None:
             fate, reason = Fate.FAILED, ALL_ABANDONED
         self._close_env()
         self.withdraw(self.length)  # a segment in which nothing was sampled

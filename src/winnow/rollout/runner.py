@@ -89,7 +89,7 @@ class RolloutRunner:
             try:
                 env = sibling.env = None if alone else self.task.make_env(private_prompt(visit.prompt))
                 if env is None:
-                    shared = sibling.rollout.prompt_ids = shared or self._prompts.of(visit.prompt, None, limit)
+                    shared = sibling.rollout.prompt_ids = shared or self._prompts.of(job, None, limit)
                 else:
                     with self.seconds.phase("environments"):
                         answer = env.start_reset() if isinstance(env, OverlappingEnv) else env.reset()
@@ -105,7 +105,7 @@ class RolloutRunner:
 
     def _begin(self, job: Job, sibling: Sibling, observation: str | None) -> None:
         limit = self.options[job.purpose].max_prompt_length
-        sibling.rollout.prompt_ids = self._prompts.of(job.visit.prompt, observation, limit)
+        sibling.rollout.prompt_ids = self._prompts.of(job, observation, limit)
         begin(sibling, job.visit.prompt, observation)
 
     def _submit(self, flight: Flight, siblings: Sequence[Sibling]) -> None:

@@ -156,8 +156,10 @@ class TrainerInputs:
 
 
 def build_task(spec: MethodSpec | Task) -> Task:
-    """Return a task by name, or the object itself. Raises ConfigError if unknown or without training prompts."""
+    """Return a task by name, or the object itself. Raises ConfigError if it is unknown or cannot be used."""
     task: Task = spec if isinstance(spec, Task) else task_options(spec).build()
+    if isinstance(task.stop, str):  # each of its characters would end a turn
+        raise ConfigError(f"env: task {task.name}: stop must be a tuple of texts, e.g. ({task.stop!r},)")
     if not task.train:
         raise ConfigError(f"env: task {task.name} has no training prompts")
     return task

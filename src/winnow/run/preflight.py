@@ -29,6 +29,7 @@ from ..rollout.evaluate import RollOut
 from ..rollout.options import RolloutOptions
 from ..sampler import Ray
 from ..sampler.base import PoolOptions
+from ..tasks.agents import AgentTask
 from ..tasks.prompt_example import warn_of_plain_text
 from ..types import Job, Prompt, Visit
 from .budget import Shapes, engine_bytes
@@ -59,7 +60,7 @@ def check_rewards(task: Task, first: Prompt, rewarder: Rewarder) -> None:
                 "prompt. If it is, write it into the messages, or use preset: alpaca or sharegpt. If a reward "
                 "function reads it, name it among the function's arguments. Else remove the column"
             )
-    if not rewarder.names and task.make_env(first) is None:
+    if not rewarder.names and (getattr(task, "needs_reward_funcs", False) or task.make_env(first) is None):
         raise ConfigError("reward_funcs: missing, and the task has no reward; give e.g. 'my_reward.py:my_reward'")
     if rewarder.names and getattr(task, "rewards_itself", False):
         raise ConfigError(
@@ -124,6 +125,8 @@ def check_prompts(options: RolloutOptions, task: Task, tokenizer: Any, engine: E
     for prompt in [*task.train[:16], *task.test[:16]]:
         try:
             ids = encode_prompt(tokenizer, prompt)
+            if isinstance(task, AgentTask):  # its requests are the prompts
+                ids = ids[-limit:]
             if len(ids) > limit:
                 raise ConfigError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
             if task.max_turns > 1 and prompt.messages is not None:
@@ -152,7 +155,7 @@ COUNTED = 10_000
 def warn_of_failing_prompts(limit: int, task: Task, tokenizer: Any) -> None:
     """Warn how many prompts fail whenever drawn: those of over `limit` tokens, which are never cut, and those that the
     chat template refuses or the tokenizer cannot encode."""
-    if task.max_turns > 1:  # what is encoded begins with the environment's first observation
+    if task.max_turns > 1 or isinstance(task, AgentTask):  # an environment or agent adds to the prompt, or writes it
         return
     for part, prompts in (("training", task.train), ("held-out", task.test)):
         some = prompts[:: -(-len(prompts) // COUNTED) or 1]

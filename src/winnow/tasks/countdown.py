@@ -194,9 +194,14 @@ def countdown_reward(
     style: Sequence[str],
     **columns: Any,
 ) -> list[float | None]:
-    """Return 1.0 for a right answer, else 0.0. Columns: `numbers`, `target`, and `style` (`steps` or `expression`)."""
+    """Return 1.0 for a right answer, else 0.0. Columns: `numbers`, `target`, and `style` (`steps` or `expression`).
+
+    Raises ValueError for a row without a puzzle.
+    """
     rewards: list[float | None] = []
     for completion, numbers_, target_, style_ in zip(completions, numbers, target, style, strict=True):
+        if numbers_ is None or target_ is None:
+            raise ValueError("the countdown reward needs columns 'numbers' and 'target'; one is empty in this row")
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         if style_ == "steps":
             right = verify_steps(text, numbers_, target_)

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 from ..base.files import digest
 from ..config.options import CHECKED
 from ..env.base import OverlappingEnv, RewardFn, StepResult
-from ..env.chat import with_text
+from ..env.chat import is_begun, with_text
 from ..env.dataset import DatasetConfig, DatasetTask
 from ..env.prompt_store import changed
 from ..env.workers.calls import converted
@@ -71,6 +71,7 @@ class PythonTool:
 
     name = "python_tool"
     stop = (_FENCE_END,)
+    needs_reward_funcs = True
 
     def __init__(self, task: DatasetTask, config: PythonToolConfig) -> None:
         self.config = config
@@ -143,7 +144,10 @@ def _done(value: Any) -> Future[Any]:
 
 
 def _instructed(prompt: Prompt, instruction: str) -> Prompt:
+    """Return the prompt with the instruction behind its last message, or behind the one before a begun turn."""
     if prompt.messages is None:
         return replace(prompt, text=f"{prompt.text}{instruction}")
-    *before, last = prompt.messages
-    return replace(prompt, messages=(*before, with_text(last, instruction)))
+    messages = list(prompt.messages)
+    begun = [messages.pop()] if len(messages) > 1 and is_begun(messages) else []
+    messages[-1] = with_text(messages[-1], instruction)
+    return replace(prompt, messages=(*messages, *begun))

@@ -55,11 +55,10 @@ def messages_of(rollout: Rollout) -> list[Message]:
 
 
 def _answers(observation: str) -> list[Message]:
-    """Return an observation as messages. A request with a history of its own quotes the policy: that is left out."""
+    """Return an observation as messages. A request with a history of its own is the prompt of a later segment."""
     if not isinstance(observation, NextMessages):
         return [{"role": "user", "content": observation}]
-    quoted = ("assistant", "tool") if observation.continues is None else ()
-    return [dict(m) for m in observation.messages if m["role"] not in quoted]
+    return [] if observation.continues is None else [dict(m) for m in observation.messages]
 
 
 def check_columns(function: str, accepted: Mapping[str, bool], columns: Collection[str]) -> None:

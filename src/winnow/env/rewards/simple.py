@@ -10,10 +10,15 @@ from .pooled import completion_text, gold_text
 
 
 def exact_answer(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float | None]:
-    """Return 1.0 for exactly the reference answer, ignoring surrounding blanks; else 0.0."""
+    """Return 1.0 for exactly the reference answer, ignoring surrounding blanks; else 0.0.
+
+    Raises ValueError for a row without a reference answer.
+    """
     rewards: list[float | None] = []
     for completion, gold in zip(completions, ground_truth, strict=True):
-        rewards.append(float(completion_text(completion).strip() == gold_text(gold)))
+        if gold is None or not (reference := gold_text(gold).strip()):
+            raise ValueError("the exact reward needs a reference answer in column 'ground_truth'; this row has none")
+        rewards.append(float(completion_text(completion).strip() == reference))
     return rewards
 
 

@@ -28,11 +28,12 @@ class EnvLostError(RuntimeError):
 class EnvPool:
     """`size` processes, started on first use and restarted after a crash. Thread-safe.
 
-    `timeout_s` bounds one reset or step; a reset includes the import of the environment's factory. `independent`: no
-    environment waits for another one (see `OverlappingEnv`); false where they share locks, sessions or places.
+    `timeout_s` bounds one reset or step; a reset includes the import of the environment's factory. `independent`: the
+    engine waits for all answers in order, so that runs repeat bit for bit (see `OverlappingEnv`). Only for short steps
+    of environments that share no locks, sessions or places.
     """
 
-    def __init__(self, size: int = 2, timeout_s: float = 60.0, *, independent: bool = True) -> None:
+    def __init__(self, size: int = 2, timeout_s: float = 60.0, *, independent: bool = False) -> None:
         if size < 1:
             raise ValueError(f"EnvPool: size must be at least 1, not {size}")
         self.independent = independent

@@ -23,6 +23,7 @@ from typing import IO, Any
 from ...base.child import Child, GroupProcess
 from .bubblewrap import SandboxError, bubblewrapped, slot_user, temporary, util_linux
 from .seccomp import program
+from .worker import THREADS_ENV
 
 NAMESPACES = (
     "it needs unprivileged user namespaces: sysctl kernel.unprivileged_userns_clone, "
@@ -30,6 +31,8 @@ NAMESPACES = (
 )
 MAX_OPTION = 1_000_000
 """Largest value of an option; beyond it the system's calls for times and limits overflow."""
+ENVIRONMENT = {"PATH": "/usr/bin:/bin"} | dict.fromkeys(THREADS_ENV, "1")
+"""Variables of a program. A thread for each core, which numpy's library starts, would exceed `processes`."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class Sandbox:
         with self._lock:
             if self._closed:
                 raise SandboxError("the sandbox was closed")
-            process = _Program(status, command, env={"PATH": "/usr/bin:/bin"}, cwd="/", **options)
+            process = _Program(status, command, env=ENVIRONMENT, cwd="/", **options)
             child = self._running[process] = Child(process)
         held.callback(self._running.pop, process)
         held.callback(child.end)
@@ -190,7 +193,8 @@ class _Program(GroupProcess):
 
 def _contained(o: SandboxOptions) -> list[str]:
     command = bubblewrapped(o.python, o.disk_mb, o.files)
-    return [*command, "--as-pid-1", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin", "--chdir", "/tmp"]
+    variables = [part for name, value in ENVIRONMENT.items() for part in ("--setenv", name, value)]
+    return [*command, "--as-pid-1", "--clearenv", *variables, "--chdir", "/tmp"]
 
 
 def _limits(o: SandboxOptions) -> list[str]:

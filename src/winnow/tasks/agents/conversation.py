@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from numbers import Real
 from typing import Any
 
-from ...env.base import StepResult
+from ...env.base import EnvReport, StepResult
 from ...env.prompting import NextMessages, TurnSettings
 from ...env.tools import Parser, action_of
 from ...env.workers.calls import Deadlines, Owed, converted
@@ -92,7 +92,7 @@ class AgentEnv:
     def __init__(
         self, agent: partial[Any], parse: Parser, endpoint: Endpoint, deadlines: Deadlines, loop: AgentLoop
     ) -> None:
-        self._agent, self.label, self._parse = agent, f"agent {function_name(agent.func)}", parse
+        self._agent, self._label, self._parse = agent, f"agent {function_name(agent.func)}", parse
         self._loop = loop
         self._endpoint, self._deadlines = endpoint, deadlines
         self._address = endpoint.open(self.ask)
@@ -115,9 +115,9 @@ class AgentEnv:
         """Requests since the rollout is over."""
         self._retrying = Owed()
         """Done once the agent repeats a refused request."""
-        self.agents: set[str] = set()
+        self._agents: set[str] = set()
         """Names under which the agent asked, answered or not."""
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         """What the user should know about the rollout."""
 
     # ------------------------------------------------------------ the agent's side
@@ -130,7 +130,7 @@ class AgentEnv:
         equal request gets an answer of its own. Raises OverError when the rollout has ended.
         """
         request = Request(messages, **settings)
-        self.agents.add(request.agent)
+        self._agents.add(request.agent)
         with self._lock:
             if self._over:
                 self._note_refused(request)
@@ -169,7 +169,7 @@ class AgentEnv:
                 value = self._loop.run(value, self._closed.future, self._deadlines.timeout_s)
             return Returned(value)
         except BaseException as error:
-            raise RuntimeError(f"{self.label} raised {describe_error(error)}{self._unasked}") from None
+            raise RuntimeError(f"{self._label} raised {describe_error(error)}{self._unasked}") from None
 
     @property
     def _unasked(self) -> str:
@@ -227,11 +227,11 @@ class AgentEnv:
         return self._deadlines.submit_async(lambda: self._after(action, message if calls else None))
 
     @property
-    def abandoned(self) -> list[int]:
-        """Turns whose answer nobody waited for."""
+    def winnow_report(self) -> EnvReport:
         with self._lock:
             requests = [*self._answered, *([] if self._with_policy is None else [self._with_policy])]
-            return [turn for turn, request in enumerate(requests) if request.abandoned]
+            abandoned = [turn for turn, request in enumerate(requests) if request.abandoned]
+            return EnvReport(self._label, self._agents, abandoned, self._notes)
 
     def start_reward(self) -> Future[float | dict[str, float] | None]:
         """At a limit, refuse pending and later requests; give what the agent returns, or raise its earlier error."""
@@ -257,9 +257,9 @@ class AgentEnv:
             request: NextMessages | Returned = await asyncio.wrap_future(self._next.future)
         except asyncio.CancelledError:  # its time is over
             waited = f"took over {self._deadlines.timeout_s:g} s without asking the policy anything"
-            raise TimeoutError(f"{self.label} {waited}{self._unasked}") from None
+            raise TimeoutError(f"{self._label} {waited}{self._unasked}") from None
         if isinstance(request, Returned):
-            raise RuntimeError(f"{self.label} ended without asking the policy anything{self._unasked}")
+            raise RuntimeError(f"{self._label} ended without asking the policy anything{self._unasked}")
         return request
 
     async def _after(self, action: str | None, message: Message | None) -> StepResult:
@@ -279,12 +279,12 @@ class AgentEnv:
             await asyncio.wait((ended,), timeout=min(RETRYING_S, left_s))
         if not ended.done():
             ended.cancel()
-            self.notes.append(f"at a limit {self.label} did not return after its requests were refused; {CATCH}")
+            self._notes.append(f"at a limit {self._label} did not return after its requests were refused; {CATCH}")
             return None
         try:
             returned: Returned = ended.result()
         except RuntimeError as error:
-            self.notes.append(f"at a limit, where its requests are refused, {error}; {CATCH}")
+            self._notes.append(f"at a limit, where its requests are refused, {error}; {CATCH}")
             return None
         return self._reward(returned.value)
 
@@ -295,5 +295,5 @@ class AgentEnv:
             return {str(agent): float(reward) for agent, reward in value.items()}
         if not isinstance(value, Real | None):
             kind = type(value).__name__
-            raise TypeError(f"{self.label} returned {kind}; it must be the reward, None, or a dict of agents' rewards")
+            raise TypeError(f"{self._label} returned {kind}; it must be the reward, None, or a dict of agents' rewards")
         return None if value is None else float(value)

@@ -34,7 +34,7 @@ class GameTask(ABC):
         self.reward_funcs: list[RewardFn] = []
         self.known: Collection[str] | None = None
         self.env_options: dict[str, Any] = {"style": config.style}
-        self._pool = EnvPool(config.workers, config.timeout_s)
+        self._pool = EnvPool(config.workers, config.timeout_s, independent=True)
         cards = (*train, *test)
         self._files = {card["id"]: card["file"] for card in cards}
         self._words = {">"}.union(*(card["words"] for card in cards))
