@@ -168,6 +168,17 @@ def test_failures_of_single_groups_add_up_until_they_can_end_a_run() -> None:
     assert fresh.of_failures(0, alone) is None
 
 
+def test_failures_at_the_start_of_a_step_are_compared_with_the_whole_step() -> None:
+    conditions = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 8, 8)
+    tally = Tally(BY_REWARDS)
+    errors = []
+    for number in range(5):
+        tally.finished(make_group(number, [None] * 32))
+        errors.append(conditions.of_failures(0, tally))
+    assert errors[:4] == [None] * 4
+    assert "62% of the rollouts failed" in str(errors[4])
+
+
 def test_a_refill_rejects_enough_groups_before_it_ends_a_run() -> None:
     limits = Limits(9, 0.5, 9, fewest_rejected=12)
     conditions = StopConditions(BY_REWARDS, limits, FILTERS["zero_variance"](), 1, 1)
