@@ -202,7 +202,7 @@ def teacher_section(given: Any) -> Any:
 
 
 class SuccessConfig(BaseModel):
-    """Definition of a right answer: a reward of at least `at_least`, of one function or of the weighted sum of all."""
+    """Definition of a right answer: a reward of at least `at_least`, of one function or agent, or the weighted sum."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     function: str | None = None
