@@ -31,6 +31,16 @@ def test_nothing_is_pruned_while_it_is_cold_and_then_the_keep_rate_is_kept() -> 
     assert any("pruned at token 4: predicted success" in v.reason for v in verdicts)
 
 
+@pytest.mark.parametrize(("balance", "cold"), [("target", True), ("distinct", False)])
+def test_nothing_is_pruned_by_success_once_it_is_unknown(balance: Any, cold: bool) -> None:
+    judge = GroupJudge(default_success([], None))
+    gate = Arrol(at=4, cold_start=1, balance=balance).build(GateContext("arrol", 0, judge))
+    play(gate, 1)
+    assert not gate.rule().cold
+    judge.success.observe([rollout(0, 2.0)])
+    assert gate.rule().cold == cold
+
+
 def test_survivors_are_nearer_to_balance() -> None:
     gate = built(Arrol(at=4, cold_start=10, min_survivors=0))
     play(gate, 10)

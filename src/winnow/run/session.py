@@ -310,11 +310,8 @@ class Session:
         success = self.parts.methods.judge.success
         if success.undecided and not self._said_undecided:
             self._said_undecided = True
-            self._warn(
-                step,
-                f"success: {success}. No pass@k is reported, the run cannot end as solved, and selectors and sizes by "
-                "pass rates learn nothing more",
-            )
+            message = f"success: {success}. No pass@k is reported, the run cannot end as solved, and selectors, sizes "
+            self._warn(step, message + "and gates by pass rates learn nothing more")
 
     def _warn(self, step: int, message: str) -> None:
         self._records.warning(step, message)
@@ -335,14 +332,17 @@ class Session:
         return evaluated
 
     def _profile(self, step: int) -> None:
-        """Give the selector fresh pass rates of all training prompts, if it asks for them."""
-        m = self.parts.methods
-        n = m.selector.wants_profile(step)
-        if not n or step == self.config.max_steps:
+        """Give the selector fresh pass rates of all training prompts, if it asks for them and they can be known."""
+        m, train = self.parts.methods, self.parts.task.train
+        n, success = m.selector.wants_profile(step), m.judge.success
+        if not n or step == self.config.max_steps or success.undecided:
             return
         profiler = Profiler(self.parts.sampler.run)
-        m.selector.profiled(profiler.run(self.parts.task.train, n=n, success=m.judge.success, epoch=step))
+        m.selector.profiled(profiler.run(train, n=n, success=success, epoch=step))
         self.ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
+        if unjudged := [*profiler.unjudged.values()]:
+            message = f"selector: {len(unjudged)} of {len(train)} prompts have no new pass rate, e.g. {unjudged[0]}"
+            self._warn(step, message)
 
     def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         logged = self.parts.sampler.logged() | self.parts.rewarder.pop_logged()
