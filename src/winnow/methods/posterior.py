@@ -20,6 +20,9 @@ from ..types import Group, GroupKind
 from .base import Chart
 from .group_kind import GroupJudge
 
+TINY = 1e-30
+"""Least a or b: that of a prompt never, or always, solved only shrinks, and 0 has no Beta distribution."""
+
 
 def signal_probability(a: np.ndarray, b: np.ndarray, teaches: np.ndarray) -> np.ndarray:
     """Return the chance that a group has a signal, at a rate from Beta(a, b); float64 [N], [N] -> [N].
@@ -89,7 +92,8 @@ class Posteriors(Stateful):
         age_N = self.step - self.seen_at_N[ordinals_N].astype(np.float64)
         left_N = np.maximum(self.forget**age_N, self.strength / (worth_N + unseen_N))
         prior_a, prior_b = self.prior()
-        return a_N * left_N + unseen_N * prior_a, b_N * left_N + unseen_N * prior_b
+        a_N, b_N = a_N * left_N + unseen_N * prior_a, b_N * left_N + unseen_N * prior_b
+        return np.maximum(a_N, TINY), np.maximum(b_N, TINY)
 
     def prior(self) -> tuple[float, float]:
         """Return a and b of a prompt never seen."""
