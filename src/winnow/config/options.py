@@ -162,6 +162,11 @@ class ReuseConfig(BaseModel):
     audit: float = Field(0.0, ge=0, le=1)
 
 
+def new_groups(prompts_per_step: int, reuse: ReuseConfig | None) -> int:
+    """Return how many groups of a full batch were not trained before."""
+    return -(-prompts_per_step // (1 if reuse is None else reuse.updates))
+
+
 class TeacherConfig(BaseModel):
     """Whose log-probabilities of the sampled tokens the policy learns from; leave `teacher` out to learn from rewards
     alone."""

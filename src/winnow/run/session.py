@@ -369,7 +369,7 @@ class Session:
         """Report the current step to rewards and callbacks."""
         self.parts.rewarder.trainer_state.global_step = step
         self._callbacks.state.global_step = step
-        self._callbacks.state.epoch = step * self.config.prompts_per_step / len(self.parts.task.train)
+        self._callbacks.state.epoch = step * self.loop.collector.buffer.fewest / len(self.parts.task.train)
 
     def _notify(self, event: str, **kwargs: Any) -> None:
         model, optimizer = (getattr(self.parts.learner, name, None) for name in ("model", "optimizer"))
