@@ -114,7 +114,7 @@ class Reuse:
         self.audited = [rollout for group in fresh for rollout in group.rollouts]
         gaps = []
         for (group, log_w_G), again in zip(chosen, fresh, strict=True):
-            if self.judge.teaches(again):  # as the old one does: those of equal rewards are not used again
+            if self.judge.teaches(again):  # as the old one does: others are not used again
                 old = _rewarded(group)
                 values, weights = [r.reward for r in old], [1 / r.survival_p for r in old]
                 estimate = np.average(np.exp(log_w_G) * values, weights=weights)
