@@ -21,7 +21,7 @@ from pydantic import PositiveInt
 
 from .base.noise import noise_key
 from .base.state import State
-from .config.options import ReuseConfig
+from .config.options import ReuseConfig, new_groups
 from .methods.correct import effective_sample_size
 from .methods.group_kind import GroupJudge
 from .methods.lag_bands import LAG_BANDS, band_of
@@ -73,7 +73,7 @@ class Reuse:
     @property
     def fewest_fresh(self) -> int:
         """New groups of a batch in which every other one is reused."""
-        return -(-self.prompts_per_step // self.config.updates)
+        return new_groups(self.prompts_per_step, self.config)
 
     def for_step(self, version: int) -> list[Group]:
         """Return the groups that join the update from policy `version`; drop those that no longer may."""
@@ -114,7 +114,7 @@ class Reuse:
         self.audited = [rollout for group in fresh for rollout in group.rollouts]
         gaps = []
         for (group, log_w_G), again in zip(chosen, fresh, strict=True):
-            if self.judge.teaches(again):  # as the old one does: those of equal rewards are not used again
+            if self.judge.teaches(again):  # as the old one does: others are not used again
                 old = _rewarded(group)
                 values, weights = [r.reward for r in old], [1 / r.survival_p for r in old]
                 estimate = np.average(np.exp(log_w_G) * values, weights=weights)

@@ -155,3 +155,25 @@ def test_a_profile_of_pass_rates_needs_the_answer(tiny_config: dict[str, Any], t
         wanted = {"success": {"function": name}}
         found = profile_model(tiny_config["model"], values | wanted, prompts=2, n=2, output=tmp_path / f"{name}.jsonl")
         assert found["dead"] == dead
+
+
+REFRESHED = {"max_steps": 2, "eval_steps": None, "selector": {"name": "pass_rate", "refresh_steps": 1, "n": 2}}
+
+
+def test_no_profile_is_rolled_out_once_right_answers_are_unknown(tiny_config: dict[str, Any]) -> None:
+    trainer = Trainer(config=tiny_config | REFRESHED, reward_funcs=double)
+    trainer.train()
+    with Ledger.open(trainer.run_dir / "ledger.sqlite", read_only=True) as ledger:
+        assert not ledger.totals().get("evaluation", {}).get("rollouts")
+
+
+def test_prompts_that_a_refresh_cannot_judge_are_reported(tiny_config: dict[str, Any]) -> None:
+    def some_fail(completions: list[str], numbers: list[list[int]], **_: Any) -> list[float]:
+        if numbers[0][0] % 2 == 0:
+            raise RuntimeError("not today")
+        return [float(len(text) % 2) for text in completions]
+
+    Trainer(config=tiny_config | REFRESHED | {"max_failed_share": 1.0}, reward_funcs=some_fail).train()
+    (said,) = [message for message in warnings_of(tiny_config["output_dir"]) if message.startswith("selector:")]
+    assert " of 24 prompts have no new pass rate, e.g. " in said
+    assert "not today" in said

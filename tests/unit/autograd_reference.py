@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from winnow.types import Fate, Group, Rollout
+from winnow.types import Group, Rollout
 
 LARGEST_WEIGHT = 1e6
 
@@ -165,28 +165,24 @@ def terms_of(s: Setting, groups: Sequence[Group]) -> list[Term]:
                 term.advantage = float(rollout.reward)  # type: ignore[arg-type]
                 term.pool = 0 if s.options.get("scope") == "minibatch" else number
             by_group[-1].append(term)
-    pruned = [sum(r.fate == Fate.PRUNED for r in group.rollouts) if s.unbiased else 0 for group in groups]
-    _weigh(s, by_group, pruned)
+    _weigh(s, by_group)
     return [term for some in by_group for term in some]
 
 
-def _weigh(s: Setting, by_group: Sequence[Sequence[Term]], pruned: Sequence[int]) -> None:
+def _weigh(s: Setting, by_group: Sequence[Sequence[Term]]) -> None:
     """Coefficients: the token reduction, over the batch or over each group and then over groups."""
     weighting = s.group_weighting or ("size" if s.loss_type == "dapo" else "equal")
-    means = list(zip(by_group, pruned, strict=True))
-    if weighting == "size":
-        means = [([term for some in by_group for term in some], sum(pruned))]
-    means = [(some, absent) for some, absent in means if len(some) + absent]
-    for some, absent in means:
-        count = len(some) + absent
+    everyone = [term for some in by_group for term in some]
+    means = [some for some in ([everyone] if weighting == "size" else by_group) if some]
+    for some in means:
         times = [1 / t.rollout.survival_p if s.unbiased else 1.0 for t in some]
-        tokens = sum(t.tokens for t in some) * count / max(len(some), 1)
+        tokens = sum(t.tokens for t in some)
         for term, n in zip(some, times, strict=True):
             of = {
                 "dapo": max(tokens, 1),
-                "grpo": count * max(term.tokens, 1),
-                "dr_grpo": count * s.max_length,
-                "sequence_sum": count,
+                "grpo": len(some) * max(term.tokens, 1),
+                "dr_grpo": len(some) * s.max_length,
+                "sequence_sum": len(some),
             }[s.loss_type]
             term.coefficient *= n / (of * len(means))
 

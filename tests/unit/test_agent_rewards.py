@@ -11,17 +11,22 @@ import numpy as np
 import pytest
 import torch
 
+from winnow.config import validate
 from winnow.learner.rows import rows_of
 from winnow.methods.advantage import ADVANTAGES
 from winnow.methods.agents import by_agent, filter_without_row
-from winnow.methods.group_kind import BY_REWARDS
+from winnow.methods.group_kind import BY_REWARDS, GroupJudge
+from winnow.methods.select.bayes import Bayes
+from winnow.methods.size.sequential import Sequential
+from winnow.methods.success import Success
 from winnow.record.failures import truncated_of
 from winnow.record.ledger import Ledger
 from winnow.record.ledger_file import LEDGER, rollout_row
 from winnow.record.proof import sampled_tokens
 from winnow.record.step_metrics import Tally
+from winnow.record.watchdogs import Watchdogs
 from winnow.tasks.agents import conversation, with_agent
-from winnow.types import Fate, Group, GroupKind, Segment, Turn, Visit
+from winnow.types import Fate, Group, GroupKind, Prompt, Segment, Turn, Visit
 
 from ..builders.groups import make_group
 from ..builders.requests import ask, text_of, user
@@ -326,3 +331,56 @@ def test_numbers_of_numpy_and_torch_are_rewards(tokenizer, value):
 
     (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), agent), [["a"]])
     assert (rollout.fate, rollout.reward) == (None, 1.0)
+
+
+def zero_sum(*solved: float) -> Group:
+    """A group in which a proposer loses what a solver wins: the mean over agents is always 0.5."""
+    group = make_group(0, [0.5] * len(solved))
+    for rollout, right in zip(group.rollouts, solved, strict=True):
+        rollout.agent, rollout.later_segments = "proposer", [Segment(2, (5,), "solver")]
+        rollout.agent_rewards = {"proposer": 1 - right, "solver": right}
+        rollout.rewards = {"env": 0.5, "env/proposer": 1 - right, "env/solver": right}
+    return group
+
+
+def test_the_reward_of_one_agent_tells_right_answers():
+    success = Success("env/solver")
+    assert [success.right(rollout) for rollout in zero_sum(1.0, 0.0).rollouts] == [True, False]
+    assert GroupJudge(success).kind(zero_sum(1.0, 1.0)) is GroupKind.EASY
+    shared = make_group(0, [1.0, 0.0]).rollouts
+    for rollout in shared:
+        rollout.rewards = {"env": rollout.reward}
+    assert [success.right(rollout) for rollout in shared] == [True, False], "one reward is that of all agents"
+
+
+@pytest.mark.parametrize("probe", [None, 2])
+def test_a_group_that_teaches_an_agent_counts_as_mixed(probe):
+    chosen = Bayes().build([Prompt("p0", 0, text="x")], 0, GroupJudge(Success("env/solver")))
+    chosen.probe = probe
+    chosen.observe_group(zero_sum(1.0, 0.0, 0.0, 0.0))
+    assert chosen.metrics()["bayes/mixed"] == 1.0
+
+
+def test_a_group_that_is_balanced_for_an_agent_is_whole():
+    rule = Sequential(2, balanced=True).build(4)
+    for group, more in ((zero_sum(1.0, 0.0, 1.0, 0.0), 0), (zero_sum(1.0, 0.0, 0.0, 0.0), 2)):
+        assert rule.additional_size(group, GroupKind.SIGNAL) == more
+
+
+@pytest.mark.parametrize(
+    ("success", "fault"),
+    [
+        (None, "the mean over agents is 0.5 in every rollout of step 1"),
+        ("env/slover", "no agent of step 1 has the reward env/slover"),
+        ("env/solver", None),
+    ],
+)
+def test_a_success_that_no_agent_decides_is_pointed_out(success, fault):
+    """The constant mean is no fault of the environment."""
+    dogs = Watchdogs(validate({"model": "m", "env": "countdown", "success": success}))
+    row = {f"rewards/{name}/mean": 0.5 for name in ("env", "env/proposer", "env/solver")}
+    row |= {"rewards/env/std": 0.0, "rewards/env/proposer/std": 0.5, "rewards/env/solver/std": 0.5}
+    groups = [zero_sum(1.0, 0.0, 1.0, 0.0), zero_sum(0.0, 0.0, 1.0, 1.0)]
+    said = [message for step in (1.0, 2.0, 3.0) for message in dogs.observe(row | {"step": step}, groups)]
+    remedy = "set `success: {function: NAME, at_least: 1}` to one of env/proposer, env/solver"
+    assert said == ([] if fault is None else [f"success: {fault}, so nothing tells right answers; {remedy}"])

@@ -87,6 +87,20 @@ def test_extreme_posteriors_have_sizes(value: str, strength: float) -> None:
     assert np.isfinite(sizing.log_price)
 
 
+@pytest.mark.parametrize("value", ["signal", "knapsack"])
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_a_prompt_never_or_always_solved_has_a_size_in_a_long_run(value: str, reward: float) -> None:
+    """Of a state that an earlier version saved at 0, too."""
+    sizing = rule(value=value, forget=0.5)
+    for _ in range(400):
+        size = sizing.size_for(PROMPTS[0])
+        sizing.observe_group(make_group(0, [reward] * size))
+        sizing.observe_step({})
+    assert min(sizing.posteriors.a_N[0], sizing.posteriors.b_N[0]) > 0
+    sizing.posteriors.a_N[0] = 0.0
+    assert sizing.smallest <= sizing.size_for(PROMPTS[0]) <= sizing.largest
+
+
 def test_groups_have_the_wanted_mean_size_and_hard_prompts_more() -> None:
     sizing, rng = rule(), np.random.default_rng(0)
     rates = np.repeat([0.0, 0.1, 0.5, 0.98], 15)

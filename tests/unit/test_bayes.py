@@ -8,11 +8,12 @@ import json
 import numpy as np
 import pytest
 
-from winnow.methods.group_kind import BY_REWARDS
-from winnow.methods.posterior import mixed_probability
+from winnow.methods.advantage import MaxAtK
+from winnow.methods.group_kind import BY_REWARDS, GroupJudge
+from winnow.methods.posterior import signal_probability
 from winnow.methods.select.bayes import Bayes, BayesSelector
 from winnow.methods.select.thompson import Thompson
-from winnow.types import Prompt
+from winnow.types import GroupKind, Prompt
 
 from ..builders.groups import make_group
 
@@ -23,24 +24,58 @@ def selector(seed: int = 0, **options: float) -> BayesSelector:
     return Bayes(**options).build(PROMPTS, seed)
 
 
-def test_the_chance_of_a_mixed_group_is_that_of_all_sequences_of_draws() -> None:
-    """By the rule of succession: the chance of a sequence is a product over its rollouts, one after the other."""
-    for a, b, size in ((0.3, 1.7, 2), (5.0, 2.5, 4), (1.0, 9.0, 6)):
-        mixed = 0.0
+@pytest.mark.parametrize("k", [None, 1, 2, 4])
+def test_the_chance_of_a_signal_is_that_of_all_sequences_of_draws(k: int | None) -> None:
+    """By the rule of succession: the chance of a sequence is a product over its rollouts, one after the other.
+
+    Under max@k fewer than k failures are no signal, unless the group has only k rollouts.
+    """
+    judge = GroupJudge(advantage=None if k is None else MaxAtK(k))
+    for a, b, size in ((0.3, 1.7, 4), (5.0, 2.5, 5), (1.0, 9.0, 6), (9.0, 0.2, 6)):
+        signal = 0.0
         for rewards in itertools.product((0, 1), repeat=size):
             chance, right, wrong = 1.0, a, b
             for reward in rewards:
                 chance *= (right if reward else wrong) / (right + wrong)
                 right, wrong = right + reward, wrong + 1 - reward
-            mixed += chance * (0 < sum(rewards) < size)
-        assert mixed_probability(np.array([a]), np.array([b]), size) == pytest.approx([mixed], rel=1e-12)
+            kind = judge.kind(make_group(0, [float(reward) for reward in rewards]))
+            signal += chance * (kind is GroupKind.SIGNAL)
+        found = signal_probability(np.array([a]), np.array([b]), judge.teaching_counts(size))
+        assert found == pytest.approx([signal], rel=1e-9)
+
+
+def test_prompts_whose_mixed_groups_teach_nothing_are_rolled_out_rarely() -> None:
+    """Under max@4 a group of 8 needs 4 failures, which are rare at a pass rate of 0.75."""
+    keep = []
+    for advantage in (None, MaxAtK(4)):
+        chosen = Bayes().build(PROMPTS, 0, GroupJudge(advantage=advantage))
+        for _ in range(5):
+            chosen.observe_group(make_group(0, [1.0] * 6 + [0.0] * 2))
+            chosen.observe_group(make_group(1, [1.0] * 2 + [0.0] * 6))
+        keep.append(chosen.keep_probability(np.array([0, 1])).tolist())
+        assert chosen.metrics()["bayes/mixed"] == (1.0 if advantage is None else 0.5)
+    assert keep[0] == [1.0, 1.0]
+    assert keep[1][0] < 0.2
+    assert keep[1][1] == 1.0
+
+
+def test_a_probe_decides_also_after_a_step_without_a_stopped_one() -> None:
+    chosen = selector()
+    chosen.probe = 4
+    chosen.observe_group(make_group(0, [0.0] * 8))
+    chosen.observe_group(make_group(1, [0.0, 1.0] * 4))
+    chosen.end_step()
+    teaches = BY_REWARDS.teaching_counts(4)
+    seen, new = (signal_probability(*chosen.posteriors.for_prompts(np.array([i])), teaches) for i in (0, 2))
+    assert chosen.keep_probability(np.array([0])) == pytest.approx((seen / new) ** Bayes.power)
 
 
 def test_mirrored_posteriors_have_the_same_chance() -> None:
     """Beta(a, b) and Beta(b, a) are a tie; a last digit would rank them."""
     a_N, b_N = np.random.default_rng(0).uniform(0.05, 20, (2, 2000))
     for size in (2, 3, 4, 8, 16):
-        assert (mixed_probability(a_N, b_N, size) == mixed_probability(b_N, a_N, size)).all()
+        teaches = BY_REWARDS.teaching_counts(size)
+        assert (signal_probability(a_N, b_N, teaches) == signal_probability(b_N, a_N, teaches)).all()
 
 
 def test_the_auroc_counts_mirrored_posteriors_as_ties() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -93,33 +92,6 @@ def test_groups_of_one_size_weigh_as_ever_bit_for_bit(loss_type: Any, lengths: l
         for n in range(12 // size)
     ]
     assert weights(found, loss_type, equal_groups=True) == weights(found, loss_type, equal_groups=False)
-
-
-@pytest.mark.parametrize("equal", [False, True])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_with_survival_weights_the_expected_loss_is_that_without_pruning(loss_type: Any, equal: bool) -> None:
-    """Every outcome of pruning two groups of different sizes, with its probability; each token has a value of its own.
-
-    A group whose members are all pruned still counts. `dapo` knows of them only the mean length of the others.
-    """
-    rng = np.random.default_rng(1)
-    lengths = ([4, 4], [4, 4, 4]) if loss_type == "dapo" else ([3, 5], [2, 4, 6])
-    whole = [make_group(0, [1.0, 0.0], lengths[0]), make_group(1, [1.0, 0.0, 0.5], lengths[1])]
-    values = [rng.normal(size=len(r.token_ids)) for g in whole for r in g.rollouts]
-    chances = rng.uniform(0.3, 0.9, len(values))
-    exact = sum(w * v.sum() for w, v in zip(weights(whole, loss_type, equal_groups=equal), values, strict=True))
-    expected = 0.0
-    for kept in itertools.product([True, False], repeat=len(values)):
-        outcome = [make_group(0, [1.0, 0.0], lengths[0]), make_group(1, [1.0, 0.0, 0.5], lengths[1])]
-        for rollout, p, stays in zip((r for g in outcome for r in g.rollouts), chances, kept, strict=True):
-            rollout.survival_p = float(p)
-            if not stays:
-                rollout.reward, rollout.fate = None, Fate.PRUNED
-        left = [v for v, stays in zip(values, kept, strict=True) if stays]
-        found = weights(outcome, loss_type, equal_groups=equal, unbiased=True)
-        chance = np.prod([p if stays else 1 - p for p, stays in zip(chances, kept, strict=True)])
-        expected += chance * sum(w * v.sum() for w, v in zip(found, left, strict=True))
-    assert expected == pytest.approx(exact, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from winnow.config import validate
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.methods.pass_rates import BINS, PassRate, ProfileError, histogram, parse_profile, read_profile, summary
-from winnow.methods.success import Success
+from winnow.methods.success import Success, default_success
 from winnow.rollout.evaluate import run_jobs
 from winnow.rollout.profile import CHUNK, Profiler
 from winnow.rollout.runner import RolloutRunner
@@ -204,6 +204,17 @@ def test_failed_rollouts_are_no_zeros(bench: Bench) -> None:
     assert profiler.rollouts == 160
     assert 160 <= profiler.tokens <= 160 * 6
     assert profiler.seconds > 0
+
+
+def double(completions: list[str], **columns: Any) -> list[float]:
+    return [2.0] * len(completions)
+
+
+def test_a_profile_ends_where_right_answers_become_unknown(bench: Bench) -> None:
+    profiler = bench.profiler(double)
+    assert list(bench.run(profiler, bench.task.train, success=default_success(["double"], None))) == []
+    assert profiler.rollouts == 4 * CHUNK
+    assert "a reward of 2, above 1" in profiler.unjudged[bench.task.train[0].id]
 
 
 def test_a_busy_engine_and_no_samples_are_refused(bench: Bench) -> None:

@@ -110,6 +110,8 @@ def test_epochs_become_steps_when_the_data_are_known() -> None:
     c = validate(linear | {"num_train_epochs": 1.5, "prompts_per_step": 8, "warmup_steps": 0.5})
     assert (steps := in_steps(c, 90)).max_steps == 17
     assert (steps.num_train_epochs, steps.warmup) == (None, 9)
+    reused = validate(GOOD | {"num_train_epochs": 2, "prompts_per_step": 10, "reuse": {"updates": 4}})
+    assert in_steps(reused, 90).max_steps == 60, "three groups of a batch are new"
     with pytest.raises(ConfigError, match=r"warmup_steps: must be below max_steps \(150 of 12\)"):
         in_steps(validate(linear | {"num_train_epochs": 1, "warmup_steps": 150}), 384)
 

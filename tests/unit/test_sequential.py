@@ -102,6 +102,19 @@ def test_a_group_without_a_right_answer_goes_on_until_it_has_one(tmp_path: Path)
     assert run.ledger.totals()["filtered"]["rollouts"] == 8 * without > 0
 
 
+def test_a_hard_group_whose_rewards_differ_goes_on_too() -> None:
+    """A bonus for the form is no right answer; one right answer ends it, also where all sums are equal."""
+    rule = Sequential(2, 6).build(4)
+    for rewards, kind, more in (
+        ([0.0, 0.1], GroupKind.SIGNAL, 2),
+        ([0.0, 0.1, 0.0, 0.0], GroupKind.SIGNAL, 2),
+        ([0.0, 0.1, 0.0, 0.0, 0.1, 0.0], GroupKind.SIGNAL, 0),
+        ([0.0, 0.1, 0.0, 1.0], GroupKind.SIGNAL, 0),
+        ([1.0, 1.0], GroupKind.HARD, 0),
+    ):
+        assert rule.additional_size(make_group(0, list(rewards)), kind) == more, rewards
+
+
 class Slow:
     """Finishes one group at each poll, the oldest first."""
 

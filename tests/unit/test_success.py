@@ -132,9 +132,10 @@ def test_a_rollout_that_the_function_does_not_judge_is_left_out() -> None:
 def test_functions_by_the_name_that_they_were_given_by() -> None:
     functions = {"my_rewards.py:correct": "correct", "correct": "correct"}
     assert success_of("my_rewards.py:correct", functions).function == "correct"
-    assert success_of("env", {}, env=object()).function == "env"
-    with pytest.raises(ConfigError, match="'env' is the reward of an environment, and this task has none; name one of"):
-        success_of("env", functions)
+    for name in ("env", "env/solver"):
+        assert success_of(name, {}, env=object()).function == name
+        with pytest.raises(ConfigError, match=f"'{name}' is the reward of an environment, and this task has none; "):
+            success_of(name, functions)
     with pytest.raises(ConfigError, match=r"success: function: unknown reward function 'corect'.*correct"):
         success_of("corect")
 

@@ -46,6 +46,6 @@ def test_tokens_weigh_what_they_weigh_in_winnows_own_update(
         "grpo": batch["advantages"] / tokens_B.clamp(min=1) / B,
         "dr_grpo": batch["advantages"] / LONGEST / B,
     }[loss_type]
-    own = advantages_N * token_weights(lengths_N.astype(float), loss_type, LONGEST, times_N, 5 + pruned)
+    own = advantages_N * token_weights(lengths_N.astype(float), loss_type, LONGEST, times_N) * 5 / (5 + pruned)
     np.testing.assert_allclose(of_trl[:5].numpy(), own, rtol=1e-6)
     assert (of_trl[5:] == 0).all()

@@ -162,6 +162,11 @@ class ReuseConfig(BaseModel):
     audit: float = Field(0.0, ge=0, le=1)
 
 
+def new_groups(prompts_per_step: int, reuse: ReuseConfig | None) -> int:
+    """Return how many groups of a full batch were not trained before."""
+    return -(-prompts_per_step // (1 if reuse is None else reuse.updates))
+
+
 class TeacherConfig(BaseModel):
     """Whose log-probabilities of the sampled tokens the policy learns from; leave `teacher` out to learn from rewards
     alone."""
@@ -202,7 +207,7 @@ def teacher_section(given: Any) -> Any:
 
 
 class SuccessConfig(BaseModel):
-    """Definition of a right answer: a reward of at least `at_least`, of one function or of the weighted sum of all."""
+    """Definition of a right answer: a reward of at least `at_least`, of one function or agent, or the weighted sum."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     function: str | None = None

@@ -14,7 +14,7 @@ import numpy as np
 from ..methods.advantage import Advantage, InUpdate
 from ..methods.advantage.in_update import Weighing
 from ..methods.loss import LossConfig, LossType
-from ..types import Fate, Group, Rollout
+from ..types import Group, Rollout
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,8 @@ def rows_of(
     """Return the rows of a batch, in order of groups and siblings, with weights that sum the loss over all of them.
 
     Members without a reward (failed, pruned) and greedy members are omitted. `unbiased`: each row counts as 1 / (its
-    survival probability) rollouts, and the mean includes pruned members (Horvitz and Thompson). The expected loss then
-    equals that without pruning, except for the effect of pruning on advantage baselines and, under `dapo`, on the mean
-    length. `equal_groups`: average within each group, then over groups. Raises FloatingPointError on a non-finite
-    advantage.
+    `survival_p`) rollouts (Horvitz and Thompson). `equal_groups`: average within each group, then over groups. Raises
+    FloatingPointError on a non-finite advantage.
     """
     members: list[list[Row]] = []  # of each group, whole rollouts, weighted by the advantage's factor only
     for number, (group, advantages_G) in enumerate(zip(groups, advantage.of_batch(groups), strict=True)):
@@ -89,16 +87,13 @@ def rows_of(
             if not np.isfinite(a):
                 raise FloatingPointError(f"advantage {a} for visit {group.visit.number}, sibling {rollout.sibling}")
             members[-1].append(Row(rollout, float(a if pool is None else rollout.reward), factor, pool))
-    pruned = [sum(r.fate == Fate.PRUNED for r in group.siblings) if unbiased else 0 for group in groups]
     everyone = [member for of_group in members for member in of_group]
-    means = list(zip(members, pruned, strict=True)) if equal_groups else [(everyone, sum(pruned))]
-    means = [(averaged, absent) for averaged, absent in means if len(averaged) + absent]
+    means = [averaged for averaged in (members if equal_groups else [everyone]) if averaged]
     weights: list[float] = []
-    for averaged, absent in means:
+    for averaged in means:
         lengths = np.array([int(row.rollout.action_mask.sum()) for row in averaged], dtype=np.float64)
         times = np.array([1 / row.rollout.survival_p if unbiased else 1.0 for row in averaged])
-        count = len(averaged) + absent
-        weights += token_weights(lengths, loss_type, max_completion_length, times, count, len(means)).tolist()
+        weights += token_weights(lengths, loss_type, max_completion_length, times, len(means)).tolist()
     rows: list[Row] = []
     for member, weight in zip(everyone, weights, strict=True):
         rows += _segments(member, weight * member.weight, number=len(rows))
@@ -131,22 +126,18 @@ def token_weights(
     loss_type: LossType,
     max_completion_length: int,
     times_N: np.ndarray | float = 1.0,
-    count: int | None = None,
     groups: int = 1,
 ) -> np.ndarray:
     """Return the weight per token of each row with `lengths_N` action tokens; the loss is the plain sum over tokens.
 
     float64 [N] -> [N]. dapo 1/sum(len); grpo 1/(N len); dr_grpo 1/(N max_completion_length); sequence_sum 1/N. A row
-    may represent `times_N` rollouts, out of `count` (default N). `groups`: number of group means to average over.
+    may represent `times_N` rollouts. `groups`: number of group means to average over.
 
-    No denominator contains `times_N`: a row that counts more would increase it and so weigh less than it should. Under
-    dapo the absent rollouts have the mean length of the others.
+    No denominator contains `times_N`: a row that counts more would increase it and so weigh less than it should.
     """
-    rows = max(len(lengths_N), 1)
-    count = rows if count is None else max(count, 1)
-    n, times_N = count * groups, np.ones(len(lengths_N)) * times_N
+    n, times_N = max(len(lengths_N), 1) * groups, np.ones(len(lengths_N)) * times_N
     if loss_type == "dapo":
-        return times_N / (max(lengths_N.sum() * (count / rows), 1) * groups)
+        return times_N / (max(lengths_N.sum(), 1) * groups)
     if loss_type == "grpo":
         return times_N / (n * np.maximum(lengths_N, 1))
     if loss_type == "dr_grpo":

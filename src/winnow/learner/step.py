@@ -38,7 +38,7 @@ class StepOptions:
     lr_decay_steps: int | None = None
     lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     unbiased: bool = False
-    """Weight rows by 1 / (their probability of surviving the gates)."""
+    """Weight rows by 1 / `survival_p`, the chance of their group to go on (`group_size: sequential`)."""
     kl_in_reward: float = 0.0
     """Reward subtracted per nat of divergence from the reference."""
     reference_kl_steps: int | None = None

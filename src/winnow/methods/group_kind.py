@@ -84,6 +84,20 @@ class GroupJudge:
             return self.refusal(group) is None
         return self.kind(group) is GroupKind.SIGNAL
 
+    def teaching_counts(self, size: int) -> np.ndarray:
+        """Return bool [size + 1]: whether a group with so many right rollouts, of reward 1 among 0, has a signal."""
+        teaches_R = np.ones(size + 1, bool)
+        teaches_R[[0, -1]] = False
+        advantage = self.advantage
+        if advantage is None or not (advantage.group_relative and advantage.may_vanish):
+            return teaches_R
+        try:
+            of_counts = [advantage(np.repeat([1.0, 0.0], [right, size - right])) for right in range(1, size)]
+        except NotImplementedError:  # it needs more than rewards
+            return teaches_R
+        teaches_R[1:-1] = [(np.abs(advantages_G) > 0).any() for advantages_G in of_counts]
+        return teaches_R
+
     def refusal(self, group: Group) -> str | None:
         """Return why no filter sees this group: it was cut, or has too few rewards. None: a filter decides."""
         if not group.verdict.keep:

@@ -7,6 +7,8 @@ policy changes a posterior becomes less sure, but keeps its mean: a prompt never
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import comb
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -18,17 +20,26 @@ from ..types import Group, GroupKind
 from .base import Chart
 from .group_kind import GroupJudge
 
+TINY = 1e-30
+"""Least a or b: that of a prompt never, or always, solved only shrinks, and 0 has no Beta distribution."""
 
-def mixed_probability(a: np.ndarray, b: np.ndarray, size: int) -> np.ndarray:
-    """Return the chance that `size` rollouts are neither all right nor all wrong, at a rate from Beta(a, b).
 
-    1 - E[p^G + (1 - p)^G] in closed form. float64 arrays that broadcast.
+def signal_probability(a: np.ndarray, b: np.ndarray, teaches: np.ndarray) -> np.ndarray:
+    """Return the chance that a group has a signal, at a rate from Beta(a, b); float64 [N], [N] -> [N].
+
+    `teaches`, bool [G + 1]: whether a group of G with so many right rollouts has one (`GroupJudge.teaching_counts`).
+    The other counts are beta-binomial: E[C(G, r) p^r (1 - p)^(G - r)] in closed form.
     """
+    size = len(teaches) - 1
     k = np.arange(size)
-    total = np.add.outer(k, a + b)
-    all_right, all_wrong = ((np.add.outer(k, each) / total).prod(0) for each in (a, b))
-    mixed: np.ndarray = 1.0 - (all_right + all_wrong)  # a sum first, so that Beta(a, b) and Beta(b, a) are a tie
-    return mixed
+    right, wrong, total = (np.add.outer(k, each) for each in (a, b, a + b))
+    without = [
+        float(comb(size, r)) * (np.concatenate([right[:r], wrong[: size - r]]) / total).prod(0)
+        for r in np.flatnonzero(~teaches).tolist()
+    ]
+    # A sum first, so that Beta(a, b) and Beta(b, a) are a tie; its rounding may exceed 1.
+    signal: np.ndarray = np.maximum(1.0 - np.sum(without, axis=0), 0.0)
+    return signal
 
 
 def counts(group: Group, judge: GroupJudge) -> tuple[float, float]:
@@ -81,7 +92,8 @@ class Posteriors(Stateful):
         age_N = self.step - self.seen_at_N[ordinals_N].astype(np.float64)
         left_N = np.maximum(self.forget**age_N, self.strength / (worth_N + unseen_N))
         prior_a, prior_b = self.prior()
-        return a_N * left_N + unseen_N * prior_a, b_N * left_N + unseen_N * prior_b
+        a_N, b_N = a_N * left_N + unseen_N * prior_a, b_N * left_N + unseen_N * prior_b
+        return np.maximum(a_N, TINY), np.maximum(b_N, TINY)
 
     def prior(self) -> tuple[float, float]:
         """Return a and b of a prompt never seen."""
@@ -104,24 +116,27 @@ class Posteriors(Stateful):
 
 
 class Predictions:
-    """Chances that groups are mixed, by the posteriors of their pass rates, and which of them are."""
+    """Chances that groups have a signal, by the posteriors of their pass rates, and which of them have one."""
 
-    def __init__(self) -> None:
+    def __init__(self, judge: GroupJudge) -> None:
+        self.judge = judge
         self._groups: list[tuple[float, float, int, bool]] = []
-        """Of each group a and b before it, how many rewards it has, and whether it was mixed."""
+        """Of each group a and b before it, how many rewards it has, and whether it had a signal."""
 
-    def add(self, group: Group, a: float, b: float, judge: GroupJudge, probe: int | None = None) -> None:
+    def add(self, group: Group, a: float, b: float, probe: int | None = None) -> None:
         """Compare a finished group with the posterior before it, Beta(a, b).
 
         `probe`: only so many siblings count. Later ones exist only where the first are mixed: they would leak it.
         """
-        rewards = [r.reward for r in group.siblings[:probe] if r.reward is not None]
-        kind = judge.of_rewards(rewards)
+        if probe is not None and probe < len(group.rollouts):
+            group = replace(group, rollouts=group.siblings[:probe], kind=None)
+        kind = self.judge.kind(group)
         if kind is not GroupKind.NOT_JUDGED:
-            self._groups.append((a, b, len(rewards), kind is GroupKind.SIGNAL))
+            self._groups.append((a, b, len(group.known_rewards()), kind is GroupKind.SIGNAL))
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Return the mean chance, the share of mixed groups, the Brier score, and the AUROC where there are both kinds.
+        """Return the mean chance, the share of groups with a signal (`mixed`), the Brier score, and the AUROC where
+        there are both kinds.
 
         Only of groups that were rolled out: those that a selector prefers.
         """
@@ -129,8 +144,9 @@ class Predictions:
             return {}
         a_N, b_N, size_N, mixed_N = (np.array(column) for column in zip(*self._groups, strict=True))
         chance_N = np.empty(len(size_N))
-        for size in np.unique(size_N):
-            chance_N[size_N == size] = mixed_probability(a_N[size_N == size], b_N[size_N == size], size)
+        for size in np.unique(size_N).tolist():
+            teaches, same = self.judge.teaching_counts(size), size_N == size
+            chance_N[same] = signal_probability(a_N[same], b_N[same], teaches)
         metrics = {
             f"{name}/predicted": float(chance_N.mean()),
             f"{name}/mixed": float(mixed_N.mean()),

@@ -12,11 +12,13 @@ TOLERANCE = 1e-8
 PUNISHMENT = "soft_overlong"
 """The punishment of `soft_overlong_cache`, which makes no answer wrong."""
 REMEDY = "set `success: {function: NAME, at_least: 1}` to the reward function that decides, or `success: {at_least: X}`"
+AGENT = "env/"
+"""Beginning of the names of agents' own rewards."""
 
 
 @dataclass
 class Success:
-    """A rollout is right when its reward, or that of one reward function, is at least `at_least`.
+    """A rollout is right when its reward, or that of one reward function or agent, is at least `at_least`.
 
     By default right means a reward of 1 if that is plausible: a single reward function without a weight that never
     gives more. Otherwise right answers are unknown: no pass@k is reported, equal rewards are neither easy nor hard, and
@@ -24,7 +26,7 @@ class Success:
     """
 
     function: str | None = None
-    """Name of the deciding reward function; None: the weighted sum of all."""
+    """Name of the deciding reward function, or `env/` and the name of an agent; None: the weighted sum of all."""
     at_least: float = 1.0
     declared: bool = True
     """Whether the user set `success` in the configuration."""
@@ -33,7 +35,10 @@ class Success:
 
     def right(self, rollout: Rollout) -> bool | None:
         """Return whether a rollout is right; None when it has no reward, or right answers are unknown."""
-        value = rollout.reward if self.function is None else rollout.rewards.get(self.function)
+        value = rollout.reward
+        if self.function is not None:
+            shared = self.function.startswith(AGENT) and not rollout.agent_rewards  # one reward is that of all agents
+            value = rollout.rewards.get("env" if shared else self.function)
         if rollout.reward is None or value is None or self.undecided:
             return None
         return value >= self.at_least - TOLERANCE

@@ -78,8 +78,8 @@ class FailureWatch:
         """Yield a warning for each cause that is new for `what`, with its share of `groups`."""
         if self._success is not None and self._success.undecided:
             yield (
-                f"success: {self._success}. No pass@k is reported, the run cannot end as solved, and selectors and "
-                "sizes by pass rates learn nothing more"
+                f"success: {self._success}. No pass@k is reported, the run cannot end as solved, and selectors, "
+                "sizes and gates by pass rates learn nothing more"
             )
             self._success = None
         failed, noted, rollouts = Failures(), Failures(), 0

@@ -22,7 +22,7 @@ class RunStoppedError(ExpectedError):
 
 
 class TaskSolvedError(RunStoppedError):
-    """Every rollout has the full reward, so nothing is left to learn. A success: the run is finished."""
+    """No group has a signal and answers are right, so nothing is left to learn. A success: the run is finished."""
 
 
 class OutOfMemoryError(RunStoppedError):
@@ -116,7 +116,7 @@ class StopConditions:
         if not self._filter.refill or n < max(rounds * self._refill_round, fewest):
             return None
         if self._easy == n:
-            return TaskSolvedError(f"step {step}: solved: every rollout of {n} groups in a row had the full reward")
+            return TaskSolvedError(f"step {step}: solved: {n} groups in a row had right answers and no signal")
         said, remedy = (
             f"{n} groups in a row had no signal",
             "The prompts are too easy or too hard for this policy: use other prompts, more num_generations, or "
@@ -181,7 +181,7 @@ class StopConditions:
             return None
         if self.solved_steps >= self._limits.max_skipped_steps:
             return TaskSolvedError(
-                f"step {step}: solved: every rollout of {self.solved_steps} steps had the full reward"
+                f"step {step}: solved: all groups of {self.solved_steps} steps had right answers and no signal"
             )
         if cause := self.untrained(groups, update, tally):
             return RunStoppedError(
@@ -191,7 +191,7 @@ class StopConditions:
         return RunStoppedError(
             f"step {step}: {self.skipped_steps} steps in a row had no group with a signal (max_skipped_steps="
             f"{self._limits.max_skipped_steps}); of the last {tally.groups} groups {kinds[GroupKind.EASY]} were "
-            f"solved and {kinds[GroupKind.HARD]} failed throughout, and {tally.failed_share():.0%} of the "
+            f"solved and {kinds[GroupKind.HARD]} were not, and {tally.failed_share():.0%} of the "
             f"rollouts could not be judged. Use other prompts, or more num_generations{self._unknown()}"
         )
 

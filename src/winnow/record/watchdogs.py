@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ..config import RunConfig
-from ..methods.success import PUNISHMENT
+from ..methods.success import AGENT, PUNISHMENT
 from ..types import Group, Rollout
 from .collapse import ENTROPY, PATIENCE, entropy_message, ess_message, ess_of, low_ess
 
@@ -28,6 +28,8 @@ ROUNDING = 1e-9
 NO_RATE = 1e-6
 """Share of the highest learning rate below which the policy learns nothing."""
 
+MIN_AGENT_ROLLOUTS = 8
+"""Fewest rollouts with rewards by agent in which their constant mean is reported."""
 MISSED = 0.3
 """Excess of mean reward over pass@1 from which right answers may count as wrong."""
 
@@ -68,7 +70,7 @@ class Watchdogs:
         """Consecutive steps with almost no learning rate."""
         self._rules: list[Callable[[Metrics], str | None]] = [
             *(self._low_ess, self._low_entropy, self._old_weights, self._no_evaluation, self._no_learning),
-            *(self._near_misses, self._not_asked, self._returned_none),
+            *(self._near_misses, self._not_asked, self._returned_none, self._undecided_agents),
         ]
 
     def recall(self, row: Metrics) -> None:
@@ -129,14 +131,17 @@ class Watchdogs:
         )
 
     def _one_reward(self, row: Metrics) -> Iterator[str]:
-        for key in [key for key in row if key.startswith("rewards/") and key.endswith("/std")]:
-            name = key.removeprefix("rewards/").removesuffix("/std")
-            value, mean = row[key], row[f"rewards/{name}/mean"]
+        keys = [key for key in row if key.startswith("rewards/") and key.endswith("/std")]
+        names = [key.removeprefix("rewards/").removesuffix("/std") for key in keys]
+        by_agent = any(name.startswith(AGENT) for name in names)
+        for name in names:
+            value, mean = row[f"rewards/{name}/std"], row[f"rewards/{name}/mean"]
             before, steps = self._same.get(name, (mean, 0))
             rounding = ROUNDING * max(1.0, abs(mean))
             one, again = value <= rounding, abs(before - mean) <= rounding
             self._same[name] = (mean, steps + 1 if one and again else int(one))
             harmless = name == PUNISHMENT and mean == 0  # no completion was too long
+            harmless = harmless or (name == "env" and by_agent)  # the mean over agents, each of which is looked at
             if self._same[name][1] >= SAME_STEPS and name not in self._constant and not harmless:
                 self._constant.add(name)
                 who = f"the reward function '{name}'"
@@ -149,12 +154,35 @@ class Watchdogs:
                 causes = "; ".join([*self._seen(name), *self._opened(mean), *likely])
                 yield f"{message}. Possible causes: {causes}" if causes else message
 
+    def _undecided_agents(self, row: Metrics) -> str | None:
+        """Return a warning where agents have rewards of their own, and the one that `success` reads tells nothing."""
+        rewarded = [r for r in self._rollouts if r.agent_rewards and "env" in r.rewards]
+        if len(rewarded) < MIN_AGENT_ROLLOUTS:
+            return None
+        success = self._config.success
+        decides = "env" if success is None else success.function or "env"
+        if decides == "env":
+            means = [rollout.rewards["env"] or 0.0 for rollout in rewarded]
+            differ = any(rollout.agent_rewards != rewarded[0].agent_rewards for rollout in rewarded)
+            if not differ or max(means) - min(means) > ROUNDING * max(1.0, abs(means[0])):
+                return None
+            fault = f"the mean over agents is {means[0]:g} in every rollout of step {row['step']:.0f}"
+        elif decides.startswith(AGENT) and not any(decides in rollout.rewards for rollout in rewarded):
+            fault = f"no agent of step {row['step']:.0f} has the reward {decides}"
+        else:
+            return None
+        names = sorted({f"{AGENT}{name}" for rollout in rewarded for name in rollout.agent_rewards})
+        return (
+            f"success: {fault}, so nothing tells right answers; set `success: {{function: NAME, at_least: 1}}` to one "
+            f"of {', '.join(names)}"
+        )
+
     def _seen(self, name: str) -> Iterator[str]:
         """Yield what the step's rollouts show about a constant reward: prints of a worker, notes on the environment."""
         printed = [rollout.printed[name] for rollout in self._rollouts if name in rollout.printed]
         if printed:
             yield f"in {len(printed)} of {len(self._rollouts)} rollouts {printed[-1]}"
-        if name == "env":
+        if name.partition("/")[0] == "env":
             for note, count in Counter(note for rollout in self._rollouts for note in rollout.notes).most_common(3):
                 yield f"in {count} of {len(self._rollouts)} rollouts {note}"
 

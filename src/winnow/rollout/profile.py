@@ -38,13 +38,15 @@ class Profiler:
         self, prompts: Sequence[Prompt], *, n: int = 16, success: Success | None = None, epoch: int = 0
     ) -> Iterator[PassRate]:
         """Yield the pass rates of `prompts` in order, from `n` rollouts each. A prompt without judged rollouts goes to
-        `unjudged` instead. `success` decides what counts as right; default: a reward of 1.
+        `unjudged` instead. `success` decides what counts as right; default: a reward of 1. Ends where rewards show that
+        right answers are unknown.
 
         Noise depends on `epoch`: a refresh passes an unused number. Nothing is in flight while the caller has a result,
         so weights may change in between. Raises ValueError when `n` is below 1.
         """
         if n < 1:
             raise ValueError(f"n: must be at least 1 ({n})")
+        success = success or Success()
         for start in range(0, len(prompts), CHUNK):
             started = time.monotonic()
             chunk = prompts[start : start + CHUNK]
@@ -52,8 +54,10 @@ class Profiler:
             self.rollouts += sum(len(g.rollouts) for g in groups)
             self.tokens += sum(int(r.action_mask.sum()) for g in groups for r in g.rollouts)
             self.seconds += time.monotonic() - started
-            rates = [self._pass_rate(group, success or Success()) for group in groups]
+            rates = [self._pass_rate(group, success) for group in groups]
             yield from (rate for rate in rates if rate is not None)
+            if success.undecided:
+                return
 
     def _pass_rate(self, group: Group, success: Success) -> PassRate | None:
         success.observe(group.rollouts)

@@ -27,7 +27,7 @@ from ..methods.gate.audit import Audits, SkipAudit, StopAudit
 from ..methods.group_kind import GroupJudge
 from ..methods.select import StreamSelector
 from ..methods.size import GroupSize
-from ..methods.success import PUNISHMENT, Success, default_success
+from ..methods.success import AGENT, PUNISHMENT, Success, default_success
 from ..record.account import Account
 from ..record.stop_conditions import Limits
 from ..reuse import Reuse
@@ -69,19 +69,21 @@ def build_success(c: RunConfig, task: Task, functions: Mapping[str, str], weight
     if c.success is None:
         return default_success(names, weights)
     decides = c.success.function
-    known = {"env": "env", **functions}
-    if decides is not None and decides not in known:
-        raise ConfigError(f"success: function: unknown reward function '{decides}'.{suggestion(decides, list(known))}")
-    if decides == "env" and "env" not in functions and task.make_env((task.train or task.test)[0]) is None:
-        raise ConfigError(
-            "success: function: 'env' is the reward of an environment, and this task has none; name one of "
-            f"reward_funcs: {', '.join(names)}"
-        )
     if decides is None:  # the whole reward; but the punishment of a length makes no answer wrong
         judges = [name for name in names if name != PUNISHMENT]
         alone = len(judges) == 1 < len(names) and set(weights or [1.0]) == {1.0}
         return Success(judges[0] if alone else None, c.success.at_least)
-    return Success(known[decides], c.success.at_least)
+    if decides in functions:
+        return Success(functions[decides], c.success.at_least)
+    if decides != "env" and not decides.startswith(AGENT):
+        known = ["env", *functions]
+        raise ConfigError(f"success: function: unknown reward function '{decides}'.{suggestion(decides, known)}")
+    if task.make_env((task.train or task.test)[0]) is None:
+        raise ConfigError(
+            f"success: function: '{decides}' is the reward of an environment, and this task has none; name one of "
+            f"reward_funcs: {', '.join(names)}"
+        )
+    return Success(decides, c.success.at_least)
 
 
 def build_methods(c: RunConfig, methods: Options, prompts: Sequence[Prompt], success: Success | None = None) -> Methods:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..config import RunConfig
+from ..config.options import new_groups
 from ..config.paths import as_saved
 
 
@@ -24,7 +25,7 @@ class TrainerState:
     global_step: int = 0
     max_steps: int = 0
     epoch: float = 0.0
-    """Prompts trained on, divided by the training prompts; counted as in `num_train_epochs`."""
+    """Prompts rolled out, divided by the training prompts; counted as in `num_train_epochs`."""
     log_history: list[dict[str, float]] = field(default_factory=list)
     """The rows of metrics.jsonl, as `on_log` gets them."""
     best_metric: float | None = None
@@ -136,12 +137,13 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[Any], config: RunConfig, train_prompts: int) -> None:
         self.args = CallbackArguments(config)
+        new = new_groups(config.prompts_per_step, config.reuse)
         self.state = TrainerState(
             max_steps=config.max_steps,
             eval_steps=config.eval_steps or config.max_steps,
             save_steps=config.save_steps,
             train_batch_size=config.prompts_per_step * config.num_generations,
-            num_train_epochs=math.ceil(config.max_steps * config.prompts_per_step / train_prompts),
+            num_train_epochs=math.ceil(config.max_steps * new / train_prompts),
         )
         self.control = TrainerControl()
         self.callbacks: list[Any] = []

@@ -9,6 +9,7 @@ import torch
 
 from ..base.machine import GIB, MIB
 from ..config import RunConfig
+from ..config.options import new_groups
 from ..engine import VllmOptions
 from ..engine.initial_model import InitialModel
 from ..learner.fsdp.learner import FsdpLearner
@@ -45,7 +46,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "rollouts_per_step": rollouts,
         "max_sampled_tokens_per_step": rollouts * c.max_completion_length,
         "max_sampled_tokens": rollouts * c.max_completion_length * c.max_steps,
-        "epochs": round(c.max_steps * c.prompts_per_step / len(trainer.task.train), 2),
+        "epochs": round(c.max_steps * new_groups(c.prompts_per_step, c.reuse) / len(trainer.task.train), 2),
         "evaluations": evaluations,
         "right": str(trainer.methods.judge.success),
         "weights_mib": round(4 * parameters / MIB, 1),

@@ -17,6 +17,7 @@ from ..base import cluster
 from ..base.errors import ConfigError
 from ..base.machine import MIB, main_memory
 from ..config import RunConfig, validate
+from ..config.options import new_groups
 from ..engine.base import Engine, Request
 from ..env.base import Task, has_no_environment
 from ..env.prompt_store import StoredPrompts
@@ -41,11 +42,11 @@ PROBED, PROBES_EACH = 4, 2
 
 
 def in_steps(c: RunConfig, prompts: int) -> RunConfig:
-    """Replace `num_train_epochs` by `max_steps`: an epoch has a step per `prompts_per_step` training prompts, whatever
-    a selector skips or a filter refills. Raises ConfigError."""
+    """Replace `num_train_epochs` by `max_steps`: a step takes as many training prompts as a full batch has new groups,
+    whatever a selector skips or a filter refills. Raises ConfigError."""
     if c.num_train_epochs is None:
         return c
-    steps = math.ceil(c.num_train_epochs * prompts / c.prompts_per_step)
+    steps = math.ceil(c.num_train_epochs * prompts / new_groups(c.prompts_per_step, c.reuse))
     return validate(c.model_dump() | {"max_steps": steps, "num_train_epochs": None})
 
 

@@ -317,7 +317,7 @@ def step_options(c: RunConfig, options: Options) -> StepOptions:
         "warmup_steps": c.warmup,
         "kl_in_reward": c.beta if c.kl_in_reward else 0.0,
         "ref_model_sync_steps": c.ref_model_sync_steps if c.sync_ref_model else None,
-        "unbiased": any(getattr(each, "unbiased", False) for each in [*methods["gates"], *methods["group_size"]]),
+        "unbiased": getattr(methods["group_size"][0], "unbiased", False),
     }
     return StepOptions(**c.same_keys(StepOptions) | own)
 

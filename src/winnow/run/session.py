@@ -324,14 +324,17 @@ class Session:
         return evaluated
 
     def _profile(self, step: int) -> None:
-        """Give the selector fresh pass rates of all training prompts, if it asks for them."""
-        m = self.parts.methods
-        n = m.selector.wants_profile(step)
-        if not n or step == self.config.max_steps:
+        """Give the selector fresh pass rates of all training prompts, if it asks for them and they can be known."""
+        m, train = self.parts.methods, self.parts.task.train
+        n, success = m.selector.wants_profile(step), m.judge.success
+        if not n or step == self.config.max_steps or success.undecided:
             return
         profiler = Profiler(self.parts.sampler.run)
-        m.selector.profiled(profiler.run(self.parts.task.train, n=n, success=m.judge.success, epoch=step))
+        m.selector.profiled(profiler.run(train, n=n, success=success, epoch=step))
         self.ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
+        if unjudged := [*profiler.unjudged.values()]:
+            message = f"selector: {len(unjudged)} of {len(train)} prompts have no new pass rate, e.g. {unjudged[0]}"
+            self._warn(step, message)
 
     def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         logged = self.parts.sampler.logged() | self.parts.rewarder.pop_logged()
@@ -357,7 +360,7 @@ class Session:
         """Report the current step to rewards and callbacks."""
         self.parts.rewarder.trainer_state.global_step = step
         self._callbacks.state.global_step = step
-        self._callbacks.state.epoch = step * self.config.prompts_per_step / len(self.parts.task.train)
+        self._callbacks.state.epoch = step * self.loop.collector.buffer.fewest / len(self.parts.task.train)
 
     def _notify(self, event: str, **kwargs: Any) -> None:
         model, optimizer = (getattr(self.parts.learner, name, None) for name in ("model", "optimizer"))

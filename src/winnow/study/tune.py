@@ -26,6 +26,7 @@ from ..base.errors import ConfigError
 from ..base.files import digest, from_json, private_directory, write_json
 from ..base.machine import usable_threads
 from ..config import RunConfig, validate
+from ..config.options import new_groups
 from ..engine.loading import resolve_device
 from ..env.base import Task
 from ..methods.pass_rates import PassRate
@@ -128,7 +129,7 @@ class Tuning:
         """Run a few settings without learning, and fit costs to their steps. Raises ConfigError if none can run."""
         c, fitted = self.c, list[BriefRun]()
         plain = {key: RunConfig.model_fields[key].get_default() for key in WHILE_MEASURING} | {"learning_rate": 0.0}
-        again = c.max_steps * c.prompts_per_step > len(self.task.train)
+        again = c.max_steps * new_groups(c.prompts_per_step, c.reuse) > len(self.task.train)
         sizes = list(dict.fromkeys((*map(self._sizes, SIZES), self._sizes(HELD_OUT))))
         for number, (prompts, siblings) in enumerate(sizes):
             last = number == len(sizes) - 1 > 0

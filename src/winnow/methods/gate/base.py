@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -79,6 +79,36 @@ class Gate(LearningMethod):
 
     def save(self, directory: Path) -> None:
         """Write files that belong to the saved model, if any."""
+
+
+class FixedGate(Gate):
+    """A rule that never changes. Its metrics are the number of decisions on the step's groups, the share that cut and,
+    with `signals`, the mean of each; a decision without any of them does not count. Empty without decisions."""
+
+    def __init__(self, name: str, rule: Rule, signals: Collection[str] = ()) -> None:
+        self.name, self._rule, self._signals = name, rule, signals
+        self._verdicts: list[Verdict] = []
+
+    def rule(self) -> Rule:
+        return self._rule
+
+    def observe_group(self, group: Group) -> None:
+        verdicts = [decision.verdict for decision in of_gate(group.decisions, self.name)]
+        self._verdicts += [v for v in verdicts if not self._signals or v.evidence.keys() & self._signals]
+
+    def end_step(self) -> None:
+        self._verdicts = []
+
+    def metrics(self) -> dict[str, float]:
+        if not self._verdicts:
+            return {}
+        cut_share = float(np.mean([verdict.removes for verdict in self._verdicts]))
+        figures = {"asked": float(len(self._verdicts)), "cut_share": cut_share}
+        for signal in self._signals:
+            values = [verdict.evidence[signal] for verdict in self._verdicts if signal in verdict.evidence]
+            if values:
+                figures[signal] = float(np.mean(values))
+        return {f"gate/{self.name}/{name}": value for name, value in figures.items()}
 
 
 AUDIT_STREAM = 4

@@ -13,15 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Annotated, Any, ClassVar
 
-import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...config.errors import suggestion
 from ...config.options import CHECKED
-from ...types import KEEP, EnvStep, Group, GroupKind, GroupView, Verdict
+from ...types import KEEP, EnvStep, GroupKind, GroupView, Verdict
 from ..base import RunFacts, refuse_unused
-from .base import Gate, GateContext, of_gate
+from .base import FixedGate, GateContext
 from .signals import SIGNALS, TERMINATION
 
 
@@ -102,8 +101,8 @@ class Divergence:
             types = ", ".join(sorted(known)) or "none"
             yield f"per_task_type: no training prompt has {self.task_type} '{unknown[0]}'; types in the data: {types}"
 
-    def build(self, context: GateContext) -> DivergenceGate:
-        return DivergenceGate(self, context)
+    def build(self, context: GateContext) -> FixedGate:
+        return FixedGate(context.name, DivergenceRule(self), SIGNALS.keys())
 
 
 def config_entry(rest: OfType | None, types: Mapping[str, OfType | None]) -> dict[str, Any]:
@@ -174,40 +173,3 @@ class DivergenceRule:
                 f"{', '.join(prompt.columns) or 'none'}; set task_type to the column that holds the type"
             )
         return str(prompt.columns[column])
-
-
-class DivergenceGate(Gate):
-    """Counts decisions."""
-
-    def __init__(self, options: Divergence, context: GateContext) -> None:
-        self.options = options
-        self.name = context.name
-        self._values: dict[str, list[float]] = {}
-        """Signal -> its value at each decision."""
-        self._cut = 0
-
-    def rule(self) -> DivergenceRule:
-        return DivergenceRule(self.options)
-
-    def observe_group(self, group: Group) -> None:
-        for decision in of_gate(group.decisions, self.name):
-            verdict = decision.verdict
-            for signal in SIGNALS:
-                if signal in verdict.evidence:  # audits have their own entries in the evidence
-                    self._values.setdefault(signal, []).append(verdict.evidence[signal])
-                    self._cut += verdict.removes
-
-    def end_step(self) -> None:
-        self._values, self._cut = {}, 0
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of decisions on this step's groups: their number, the share cut, each signal's mean.
-
-        Empty without decisions.
-        """
-        decisions = sum(map(len, self._values.values()))
-        if not decisions:
-            return {}
-        figures = {"asked": float(decisions), "cut_share": self._cut / decisions}
-        figures |= {signal: float(np.mean(values)) for signal, values in self._values.items()}
-        return {f"gate/{self.name}/{name}": value for name, value in figures.items()}

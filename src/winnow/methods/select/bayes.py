@@ -1,6 +1,6 @@
-"""Select by posterior: roll out a prompt less often when its group is less likely to be mixed.
+"""Select by posterior: roll out a prompt less often when its group is less likely to have a signal.
 
-The chance of a mixed group has a closed form under a prompt's `Posteriors`, so nothing is drawn from them. Draws are
+The chance of a signal has a closed form under a prompt's `Posteriors`, so nothing is drawn from them. Draws are
 keyed by (seed, prompt, epoch) and their probabilities recorded.
 """
 
@@ -18,13 +18,13 @@ from ...config.options import CHECKED
 from ...types import Group, Prompt, Verdict
 from ..base import Chart
 from ..group_kind import BY_REWARDS, GroupJudge
-from ..posterior import Posteriors, Predictions, charts, counts, mixed_probability
+from ..posterior import Posteriors, Predictions, charts, counts, signal_probability
 from .stream import StreamSelector, StreamState
 
 
 @dataclass(frozen=True, config=CHECKED)
 class Bayes:
-    """Roll out a prompt by the chance that its group is mixed, relative to a prompt never seen, to a power."""
+    """Roll out a prompt by the chance that its group has a signal, relative to a prompt never seen, to a power."""
 
     wants_signal: ClassVar[bool] = True
 
@@ -60,15 +60,16 @@ class BayesSelector(StreamSelector):
         self.options, self.judge = options, judge
         self.posteriors = Posteriors(len(prompts), forget=options.forget, strength=options.strength)
         self.size = 8
-        """Size of the last step's smallest group: a probe decides whether its group is mixed."""
+        """Size of the last step's smallest group; where there are probes, they decide."""
         self._sizes: list[int] = []
-        self._predictions = Predictions()
+        self._predictions = Predictions(self.judge)
 
     def keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
         """Return the probability to roll out each prompt, float64 [N]; 1 for one as promising as a new prompt."""
+        teaches = self.judge.teaching_counts(self.probe or self.size)
         prior_a, prior_b = self.posteriors.prior()
-        unseen = mixed_probability(np.array([prior_a]), np.array([prior_b]), self.size)
-        keep_N = mixed_probability(*self.posteriors.for_prompts(ordinals_N), self.size) / unseen
+        unseen = signal_probability(np.array([prior_a]), np.array([prior_b]), teaches)
+        keep_N = signal_probability(*self.posteriors.for_prompts(ordinals_N), teaches) / unseen
         return np.clip(keep_N**self.options.power, self.options.floor, 1.0)
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
@@ -86,7 +87,7 @@ class BayesSelector(StreamSelector):
         if right + wrong < 2:
             return
         a, b = self.posteriors.for_prompts(np.array([group.prompt.ordinal]))
-        self._predictions.add(group, a.item(), b.item(), self.judge, self.probe)
+        self._predictions.add(group, a.item(), b.item(), self.probe)
         self._sizes.append(len(group.siblings))
         self.posteriors.add(group.prompt.ordinal, right, wrong)
 
@@ -95,7 +96,7 @@ class BayesSelector(StreamSelector):
         self.posteriors.end_step()
         self.size = min(self._sizes, default=self.size)
         self._sizes = []
-        self._predictions = Predictions()
+        self._predictions = Predictions(self.judge)
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | self._predictions.metrics("bayes")

@@ -62,7 +62,7 @@ class ThompsonSelector(StreamSelector):
         self.right_N = np.zeros(len(prompts), np.float32)
         self.wrong_N = np.zeros(len(prompts), np.float32)
         """Rollouts of each prompt; the prior, Beta(1, 1), is not counted."""
-        self._predictions = Predictions()
+        self._predictions = Predictions(self.judge)
         self._passed = Verdict(False, f"thompson: the rate of another candidate was nearer to {options.target}")
 
     def keeps(self, ordinals_N: np.ndarray, epoch: int) -> np.ndarray:
@@ -105,13 +105,13 @@ class ThompsonSelector(StreamSelector):
         if right + wrong:
             ordinal, keep = group.prompt.ordinal, self.options.keep
             before = float(self.right_N[ordinal]), float(self.wrong_N[ordinal])
-            self._predictions.add(group, 1 + before[0], 1 + before[1], self.judge, self.probe)
+            self._predictions.add(group, 1 + before[0], 1 + before[1], self.probe)
             self.right_N[ordinal] = keep * before[0] + right
             self.wrong_N[ordinal] = keep * before[1] + wrong
 
     def end_step(self) -> None:
         super().end_step()
-        self._predictions = Predictions()
+        self._predictions = Predictions(self.judge)
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | self._predictions.metrics("thompson")

@@ -23,8 +23,9 @@ from pydantic.dataclasses import dataclass
 from ...base.errors import ConfigError
 from ...config.options import CHECKED, weighs_equally
 from ...types import Group, GroupKind, Prompt
+from ..agents import by_agent
 from ..base import RunFacts
-from ..group_kind import GroupJudge, are_equal
+from ..group_kind import BY_REWARDS, GroupJudge, are_equal
 from .base import GroupSize
 
 
@@ -84,6 +85,7 @@ class SequentialSize(GroupSize):
     def __init__(self, probe: int, size: int, hard_size: int, unbiased: bool = False) -> None:
         self.smallest, self.largest = probe, max(size, hard_size)
         self.size, self.hard_size, self.unbiased = size, hard_size, unbiased
+        self._judge = BY_REWARDS
 
     def begin(self, prompts: Sequence[Prompt], judge: GroupJudge) -> None:
         """Raises ValueError where `unbiased` cannot know by rewards alone which groups teach."""
@@ -98,10 +100,12 @@ class SequentialSize(GroupSize):
     def additional_size(self, group: Group, kind: GroupKind) -> int:
         """Where too few siblings have a reward to tell, the others decide."""
         have = len(group.rollouts)
-        undecided = kind is GroupKind.NOT_JUDGED and any(rollout.reward is not None for rollout in group.rollouts)
-        if undecided or kind is GroupKind.SIGNAL:
-            return max(0, self.size - have)
-        return min(self.smallest, self.hard_size - have) if kind is GroupKind.HARD else 0
+        right = [self._judge.success.right(rollout) for rollout in group.siblings if rollout.reward is not None]
+        undecided = kind is GroupKind.NOT_JUDGED and bool(right)
+        if (undecided or kind is GroupKind.SIGNAL) and have < self.size:
+            return self.size - have
+        hard = bool(right) and not any(right) and None not in right
+        return min(self.smallest, self.hard_size - have) if hard and have < self.hard_size else 0
 
     def observe_group(self, group: Group) -> None:
         """Give the siblings of a group that went on its chance to. Raises ConfigError for rewards of several agents."""
@@ -133,9 +137,16 @@ def chance_to_stop(rewards: Sequence[float], size: int, probe: int, judge: Group
 
 class BalancedSize(SequentialSize):
     def additional_size(self, group: Group, kind: GroupKind) -> int:
-        rewards = group.rewards()
-        known = rewards[~np.isnan(rewards)]
-        if len(known) == 0:
+        """Of agents with rewards of their own, the one that is best balanced counts."""
+        if not group.known_rewards():
             return 0
-        fewest = min((known > known.mean()).sum(), (known < known.mean()).sum())
-        return 0 if fewest >= self.size // 2 else min(self.smallest, self.hard_size - len(group.rollouts))
+        balanced = max(_fewer_side(of_one.known_rewards()) for of_one in by_agent([group])) >= self.size // 2
+        return 0 if balanced else min(self.smallest, self.hard_size - len(group.rollouts))
+
+
+def _fewer_side(rewards: Sequence[float]) -> int:
+    """Return how many rewards are above their mean, or below it where those are fewer."""
+    if not rewards:
+        return 0
+    known = np.array(rewards)
+    return int(min((known > known.mean()).sum(), (known < known.mean()).sum()))

@@ -158,8 +158,9 @@ class ArrolGate(Gate):
 
     @property
     def cold(self) -> bool:
-        """Whether the predictor only learns so far."""
-        return self._steps < self.options.cold_start
+        """Whether nothing is pruned: the predictor only learns so far, or nothing tells right answers any more."""
+        learns = self.options.balance == "distinct" or not self._context.judge.success.undecided
+        return self._steps < self.options.cold_start or not learns
 
     def rule(self) -> ArrolRule:
         o, distinct = self.options, self.options.balance == "distinct"
