@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ...base.errors import ConfigError
 from ...base.weights import state_once
 from ..facts import WINDOWS, Facts, has_local_layers
+from ..loading import quantization_of
 from ..sampling import sample
 from .backend import Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
@@ -24,8 +25,11 @@ ORDINARY = frozenset({"full_attention", "sliding_attention", "chunked_attention"
 
 
 def refuse_unsupported(model: Any, max_length: int | None) -> None:
-    """ValueError for a model whose cache is not one key and value a token, as far as its config tells."""
+    """ValueError for a model with quantized weights, or whose cache is not one key and value a token, as far as its
+    config tells."""
     name, config = type(model).__name__, model.config.get_text_config()
+    if kind := quantization_of(model.config):
+        raise ValueError(f"{name} is quantized ({kind}); load it without quantization_config for the embedded engine")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; the embedded engine runs decoder-only models")
     strange = set(getattr(config, "layer_types", None) or ()) - ORDINARY
