@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.errors import ConfigError
@@ -252,6 +252,11 @@ def test_what_waits_between_two_turns_or_two_steps_is_counted() -> None:
         c = config(engine="vllm", lora={"r": 4, "merge": merge})
         host = host_budget(c, shapes, budget(c, shapes, memory).engine, behind=0)
         assert host.get("update") == asleep
+
+
+def test_a_recurrent_model_is_left_to_the_engine_to_refuse() -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
+    assert Shapes.from_model(model, None).layers == 2
 
 
 def test_a_class_whose_activations_are_not_computed_again_needs_more() -> None:

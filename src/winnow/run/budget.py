@@ -95,7 +95,7 @@ class Shapes:
     def from_model(cls, model: Any, lora: LoraConfig | None) -> Shapes:
         """Return the sizes of a model, which may be on the meta device."""
         text = model.config.get_text_config()
-        heads = text.num_attention_heads
+        heads = getattr(text, "num_attention_heads", None) or 1  # a recurrent model, which the engine refuses, has none
         width = getattr(text, "head_dim", None) or text.hidden_size // heads
         total = sum(p.numel() for p in model.parameters())
         embedding = model.get_input_embeddings().weight
