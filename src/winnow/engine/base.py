@@ -160,9 +160,10 @@ CAPABILITIES = {
 
 
 class Engine(Protocol):
-    """A generation engine. `dtype`, `load_file()`, `release()`, `close()` and `seconds` are optional.
+    """A generation engine. `dtype`, `max_length`, `load_file()`, `release()`, `close()` and `seconds` are optional.
 
     `dtype`: compute dtype (e.g. `float32`); without it, the learner comparison allows for bfloat16 rounding.
+    `max_length`: most tokens of a prompt with its completion; without it, or with None, there is no limit.
     `load_file(path, version)`: `load_weights` from a safetensors file, for an engine that has it read elsewhere.
     `release()`: called before an update in the same process; frees the weights' memory until `load_weights`.
     `close()`: called at the end of a run; frees what would outlast the object, such as another library's memory.

@@ -70,6 +70,12 @@ class InitialModel:
     def parameters(self) -> int:
         return sum(p.numel() for p in self.meta_model.parameters())
 
+    @property
+    def positions(self) -> int | None:
+        """Most tokens of a sequence, as far as the model limits them."""
+        most: int | None = getattr(self.meta_model.config.get_text_config(), "max_position_embeddings", None)
+        return most
+
     def decides(self, c: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the keys that the adapter and the weights' dtypes decide, and why."""
         values: dict[str, Any] = {}

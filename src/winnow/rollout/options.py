@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -40,6 +41,31 @@ class RolloutOptions:
     """Most segments of a rollout; None: no limit."""
     drafts: bool = False
     """Whether jobs may have drafts."""
+
+
+def within(options: RolloutOptions, max_length: int | None) -> RolloutOptions:
+    """Return options for an engine that takes at most `max_length` tokens of a sequence; None: any number."""
+    if max_length is None:
+        return options
+    return replace(options, context_length=min(options.context_length or max_length, max_length))
+
+
+def check_length(options: RolloutOptions, task: Task, most: int) -> None:
+    """Warn that segments of several turns end at the `most` tokens that the engine takes, before `context_length`.
+
+    Raises ConfigError if a completion of one turn may have as many alone.
+    """
+    tokens = options.params.max_tokens
+    if task.max_turns == 1 and tokens >= most:
+        raise ConfigError(
+            f"max_completion_length: {tokens}, but the engine takes {most} tokens, the prompt included; lower it"
+        )
+    if task.max_turns > 1:
+        warnings.warn(
+            f"context_length: the engine takes {most} tokens, so turns end there, not at {options.context_length}; "
+            "lower max_prompt_length or max_completion_length to avoid that",
+            stacklevel=2,
+        )
 
 
 def check_drafts(options: Iterable[RolloutOptions], provides: frozenset[str]) -> None:
@@ -96,6 +122,7 @@ def turn_requests(
             left = min(left, turn_length)
         if options.drafts and (before := tuple(sibling.turn_tokens)) not in drafts:
             drafts[before] = flight.draft(sibling)
+        left = max(left, 1)  # a prompt without room behind it is refused by the engine, with both lengths
         length = left if sibling.settings.max_tokens is None else min(left, sibling.settings.max_tokens)
         requests.append(
             Request(

@@ -271,8 +271,7 @@ def _sizes_on_cpu(
     groups = options.rollout_batch.size * (c.max_lag * options.continuous + 1)
     wanted = min(CPU_SLOTS, groups * c.num_generations)
     if open_ and machine.device.type == "cpu" and not options.samples_elsewhere:
-        positions = getattr(model.meta_model.config.get_text_config(), "max_position_embeddings", None)
-        longest = min(n for n in (c.longest, engine.max_length, positions) if n is not None)
+        longest = min(n for n in (c.longest, engine.max_length, model.positions) if n is not None)
         each = longest * Shapes.from_model(model.meta_model, c.lora).kv_elements * engine_bytes(engine)
         samplers = options.sync.samplers if isinstance(options.sync, Processes) else 1
         slots, reason = choose_slots(engine.slots, wanted, each, machine.memory // samplers, several_turns)
