@@ -268,7 +268,10 @@ class LocalEngine(SequenceEngine):
     def _admit(self) -> list[Output]:
         """Start waiting requests in free slots; what their first token is drawn from, one entry a prefill."""
         free = self.options.slots - self.sequences.table.n
-        requests = list(itertools.islice(self.sequences.waiting.values(), free))
+        waiting: Iterable[Request] = self.sequences.waiting.values()
+        if free and len(self._kept):  # first what would have to make room by its turn
+            waiting = sorted(waiting, key=lambda request: request.id not in self._kept)
+        requests = list(itertools.islice(waiting, free))
         kept = {r.prompt_ids: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
         keys = [self._key(request) for request in requests]
         self._prefill({key: self._prompts[key] for key in keys}, kept)
