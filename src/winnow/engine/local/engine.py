@@ -256,6 +256,8 @@ class LocalEngine(SequenceEngine):
         """Return attention chunks, and the order of rows, by length, once padding has cost as much as moving would."""
         device = self._backend.device.type
         chunks, filled = plan(lengths_M, self._column_size, device), int(lengths_M.sum())
+        if device == "cuda" or not isinstance(self._backend, LlamaBackend):  # reads all rows as wide as the longest
+            return chunks, None
         self._waste += padded(chunks) - filled
         if self._waste <= SORT_COST * filled:
             return chunks, None
