@@ -254,6 +254,14 @@ def test_what_waits_between_two_turns_or_two_steps_is_counted() -> None:
         assert host.get("update") == asleep
 
 
+def test_filters_of_tokens_take_memory() -> None:
+    shapes = Shapes.from_model(qwen3(), None)
+    changes: list[dict[str, Any]] = [{}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.1}]
+    logits = [budget(config(**c), shapes, 24 * GIB).phases()["generation"]["logits"] for c in changes]
+    assert logits[0] == logits[1]
+    assert logits[2] == logits[3] > 2 * logits[0]
+
+
 def test_a_recurrent_model_is_left_to_the_engine_to_refuse() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
     assert Shapes.from_model(model, None).layers == 2

@@ -68,13 +68,14 @@ def check_length(options: RolloutOptions, task: Task, most: int) -> None:
         )
 
 
-def check_drafts(options: Iterable[RolloutOptions], provides: frozenset[str]) -> None:
-    """Raise ConfigError where drafts (`speculative`) would save nothing. `provides`: the engine's capabilities."""
+def check_drafts(options: Iterable[RolloutOptions], provides: frozenset[str], why: str = "") -> None:
+    """Raise ConfigError where drafts (`speculative`) would save nothing. `provides`: the engine's capabilities; `why`:
+    it has no drafts, if it tells."""
     drafted = [o for o in options if o.drafts]
     if drafted and "drafts" not in provides:
         raise ConfigError(
-            "speculative: this engine decodes every token; use engine: local with a model of the Llama, Mistral, Qwen2 "
-            "or Qwen3 classes, or remove it"
+            f"speculative: this engine decodes every token{f' ({why})' if why else ''}; use engine: local with a model "
+            "of the Llama, Mistral, Qwen2 or Qwen3 classes, or remove it"
         )
     if any(o.params.repetition_penalty != 1 for o in drafted):
         raise ConfigError(

@@ -52,7 +52,7 @@ class RolloutRunner:
         self._turn_length = turn_length_of(task)
         self._one_turn = has_no_environment(task)  # then no copy of a row is made for an environment
         self._prompts, self._texts = PromptTokens(tokenizer), TurnTexts(tokenizer)
-        check_drafts(self.options.values(), engine.provides)
+        check_drafts(self.options.values(), engine.provides, getattr(engine, "no_drafts", ""))
         self._flights: dict[tuple[str, int], Flight] = {}
         self._answers = Answers(lambda: self.waits())
         self._rules = ActiveRules(rules, engine, task, tokenizer)

@@ -19,7 +19,7 @@ from ..loading import quantization_of
 from ..sampling import sample
 from .backend import Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
-from .llama import LlamaBackend, supports
+from .llama import LlamaBackend, unlike_llama
 
 ORDINARY = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 MOST_GAP, MOST_GAP_IN_HALF = 1e-3, 0.2
@@ -135,6 +135,11 @@ class HFBackend:
                 f"without (gap {gap:.3g}): the embedded engine cannot run it{remedy}"
             )
 
+    @property
+    def unlike_llama(self) -> str:
+        """Why it is not `LlamaBackend` that runs the model."""
+        return unlike_llama(self._model)
+
     def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Rotary frequencies keep their type: rounded ones turn late positions by wrong angles. So does what the class
         has in float32, such as the biases by which experts are chosen."""
@@ -223,12 +228,13 @@ def make_backend(
     kind = weight.dtype if dtype is None else getattr(torch, dtype)
     place = weight.device if device is None else torch.device(device)
     with torch.no_grad():  # not inference_mode: its tensors could not be overwritten by new weights
-        if facts.max_length is not None and supports(model):
+        why = unlike_llama(model)
+        if facts.max_length is not None and not why:
             sizes = {"vocab_size": facts.vocab_size, "max_length": facts.max_length}
             backend = _fused_backend(kind, place) if fused_kernels else LlamaBackend
             return backend(model, **sizes, dtype=kind, device=place)
         if fused_kernels:
-            raise ConfigError(f"engine: fused_kernels: {type(model).__name__} is not of the Llama family; leave it out")
+            raise ConfigError(f"engine: fused_kernels: {why or 'max_length is missing'}; leave it out")
         return HFBackend(model, vocab_size=facts.vocab_size, dtype=kind, device=place)
 
 
