@@ -69,7 +69,7 @@ def policy(tiny_model: Path) -> tuple[Any, Any]:
 def run(
     policy: tuple[Any, Any], task: ToyTask, *, gates: Sequence[Any] = (), size: int = 4, **options: Any
 ) -> list[Group]:
-    engine = LocalEngine(*policy, slots=options.pop("slots", 8))
+    engine = LocalEngine(*policy, slots=options.pop("slots", 8), max_length=options.pop("max_length", None))
     sampling = {key: options.pop(key) for key in ("stop", "temperature") if key in options}
     params = SamplingParams(options.pop("max_tokens", 12), **sampling)
     rewarder = Rewarder(task.reward_funcs)

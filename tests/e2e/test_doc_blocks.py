@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from winnow import Trainer
 from winnow.config import load_config
-from winnow.engine.loading import load_tokenizer
 from winnow.record.stop_conditions import RunStoppedError
 from winnow.types import Prompt
 
@@ -132,7 +131,7 @@ def test_data(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_engine(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("docs/engine.md", {"tokenizer": load_tokenizer("models/small")})
+    run("docs/engine.md", {})
     assert len(capsys.readouterr().out.splitlines()) == 8
 
 

@@ -106,7 +106,7 @@ def test_a_template_that_raises(recipe: Path, tmp_path: Path, template: str, wor
         ("stop=['']", "stop.0: String should have at least 1 character"),
         ("temperature=1e-9", "temperature: Input should be greater than or equal to 0.0001"),
         ("eval_temperature=1e-9", "eval_temperature: Value error, must be 0 (greedy) or at least 0.0001"),
-        ("max_completion_length=100000000", "max_completion_length 100000000 = 100000001 exceed the maximum length 64"),
+        ("max_completion_length=100000000", "max_completion_length: 100000000, but the engine takes 64 tokens"),
     ],
 )
 def test_a_value_is_blamed_and_no_prompt(recipe: Path, override: str, words: str) -> None:

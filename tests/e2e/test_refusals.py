@@ -306,7 +306,7 @@ class TestRefusedAtTheStart:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"max_completion_length": 100_000}, "maximum length 512"),
+            ({"max_completion_length": 100_000}, "100000, but the engine takes 512 tokens"),
             ({"max_prompt_length": 2}, "over max_prompt_length=2"),
             ({"stop": [""]}, "stop.0: String should have at least 1 character"),
             ({"temperature": 1e-9}, "temperature"),

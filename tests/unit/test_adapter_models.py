@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from winnow import Trainer
 from winnow.base.errors import ConfigError
 from winnow.config import validate
+from winnow.engine import LocalEngine
 from winnow.engine.initial_model import InitialModel
 from winnow.engine.loading import load_causal_lm, load_tokenizer
 from winnow.run.standalone import evaluate_model
@@ -212,6 +213,30 @@ class TestObjects:
         model.load_adapter(adapter, "other")
         with pytest.raises(ConfigError, match=r"model: the PeftModel\w* has 2 adapters \(default, other\)"):
             Trainer(model=model, config=tiny_config, processing_class=load_tokenizer(tiny_config["model"]))
+
+    def test_weights_that_cannot_be_trained_are_refused(self, adapter: Path, tiny_config: dict[str, Any]) -> None:
+        """Before its adapters are taken off."""
+        c, tokenizer = validate(tiny_config), load_tokenizer(tiny_config["model"])
+        model = AutoModelForCausalLM.from_pretrained(tiny_config["model"])
+        wrapped = peft.PeftModel.from_pretrained(model, adapter)
+        model.config.quantization_config = {"quant_method": "bitsandbytes"}
+        for given in (model, wrapped):
+            with pytest.raises(ConfigError, match=r"is quantized \(bitsandbytes\) .* load it without quanti"):
+                InitialModel.from_config(c, given)
+        with pytest.raises(ValueError, match=r"is quantized \(bitsandbytes\)"):
+            LocalEngine(model, tokenizer)
+        model.config.quantization_config = None
+        model.model.layers[0]._hf_hook = object()  # as accelerate leaves it
+        with pytest.raises(ConfigError, match="load it without device_map"):
+            InitialModel.from_config(c, wrapped)
+        assert any("lora_A" in name for name, _ in wrapped.named_modules())
+
+    def test_attention_that_takes_no_masks_is_replaced(self, tiny_config: dict[str, Any]) -> None:
+        model = AutoModelForCausalLM.from_pretrained(tiny_config["model"])
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.warns(UserWarning, match="attn_implementation: flash_attention_2 .* sdpa is used"):
+            InitialModel.from_config(validate(tiny_config), model)
+        assert model.config._attn_implementation == "sdpa"
 
 
 class TestResumed:

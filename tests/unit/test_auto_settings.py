@@ -261,12 +261,15 @@ class TestActivations:
         assert slots_of(prompts_per_step=1000) == 1024
         rounds = {"filter": "zero_variance", "rollout_batch": {"name": "adaptive", "surplus": "discard"}}
         assert slots_of(prompts_per_step=40, **rounds) == 480, "a round of one and a half batches of 8 siblings"
-        assert slots_of(memory=1 << 30) == slots_of(prompts_per_step=8) == 256
+        assert slots_of(memory=4 << 30) == slots_of(prompts_per_step=8) == 256
+        assert slots_of(memory=1 << 30) == 85, "half of it"
+        assert slots_of(memory=1 << 30, max_completion_length=200_000) == 32, "of as many tokens as the model takes"
         assert slots_of(engine={"name": "local", "slots": 64}) == 64
         assert slots_of(engine={"name": "local", "fixed_slots": True}) == 256
-        slots, why = choose_slots(800, 1 << 20, 8 << 30)
+        slots, why = choose_slots(256, 800, 1 << 20, 8 << 30, several_turns=True)
         assert slots == 512
-        assert "0.5 GiB" in why
+        assert "0.5 of 8 GiB" in why
+        assert choose_slots(256, 800, 1 << 20, 128 << 20, several_turns=True)[0] == 32, "and as many between turns"
 
     def test_a_run_keeps_what_was_chosen_or_configured(self) -> None:
         settled = resolved(config(dtype="float32"), start())

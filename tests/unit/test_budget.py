@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from tests.pretend_cuda import PretendCuda
 from winnow.base.errors import ConfigError
@@ -289,6 +289,19 @@ def test_what_waits_between_two_turns_or_two_steps_is_counted() -> None:
         c = config(engine="vllm", lora={"r": 4, "merge": merge})
         host = host_budget(c, shapes, budget(c, shapes, memory).engine, behind=0)
         assert host.get("update") == asleep
+
+
+def test_filters_of_tokens_take_memory() -> None:
+    shapes = Shapes.from_model(qwen3(), None)
+    changes: list[dict[str, Any]] = [{}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.1}]
+    logits = [budget(config(**c), shapes, 24 * GIB).phases()["generation"]["logits"] for c in changes]
+    assert logits[0] == logits[1]
+    assert logits[2] == logits[3] > 2 * logits[0]
+
+
+def test_a_recurrent_model_is_left_to_the_engine_to_refuse() -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
+    assert Shapes.from_model(model, None).layers == 2
 
 
 def test_a_class_whose_activations_are_not_computed_again_needs_more() -> None:

@@ -147,6 +147,9 @@ def test_a_run_that_would_save_nothing_is_refused() -> None:
     check_drafts([options], frozenset({"drafts"}))
     with pytest.raises(ConfigError, match="speculative: this engine decodes every token"):
         check_drafts([options], frozenset())
+    biased = make_engine(make_model("llama-bias"))
+    with pytest.raises(ConfigError, match=r"\(LlamaForCausalLM has model.layers.0.mlp.down_proj.bias\)"):
+        check_drafts([options], biased.provides, biased.no_drafts)
     penalty = replace(options, params=SamplingParams(8, repetition_penalty=1.1))
     with pytest.raises(ConfigError, match="speculative: with repetition_penalty"):
         check_drafts([penalty], frozenset({"drafts"}))

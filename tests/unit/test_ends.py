@@ -130,7 +130,8 @@ def test_a_warm_start_is_saved_with_the_end_it_taught(tmp_path, chat_model):
 def test_ends_that_are_complete_stay_as_they_are(chat_model):
     model = AutoModelForCausalLM.from_pretrained(chat_model)
     model.generation_config.eos_token_id = [TURN, 7, EOS]
-    assert end_where_rollouts_do(model, chat_tokenizer()) == [EOS, TURN, 7]
+    with pytest.warns(UserWarning, match="eos_token_id 7 is '.+', no special token, and completions end there"):
+        assert end_where_rollouts_do(model, chat_tokenizer()) == [EOS, TURN, 7]
     assert model.generation_config.eos_token_id == [TURN, 7, EOS]
 
 

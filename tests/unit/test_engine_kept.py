@@ -119,6 +119,17 @@ def test_it_keeps_no_more_than_there_are_slots_and_computes_the_rest_again() -> 
     assert counted.extended > 0
 
 
+def test_turns_that_continue_what_is_kept_start_first() -> None:
+    """Else another one's keys and values would take their place."""
+    engine = make_engine(make_model("qwen2"), slots=1)
+    counted, params = Counted(engine), SamplingParams(2)
+    engine.submit([Request("a", (1, 2, 3), params, 1, keep=True)])
+    longer = (1, 2, 3, *run(engine)["a"].token_ids.tolist(), 9)
+    engine.submit([Request("b", (4, 5, 6), params, 2, keep=True), Request("a", longer, params, 3)])
+    run(engine)
+    assert (counted.prefilled, counted.extended) == (6, 2)
+
+
 @pytest.mark.parametrize(
     "event", ["cancelled", "new weights", "new weights meanwhile", "another prompt", "an edited turn", "fixed slots"]
 )

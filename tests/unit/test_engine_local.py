@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from winnow.base.noise import noise_key, uniform_array
-from winnow.engine import Finished, LocalEngine
+from winnow.engine import Finished, LocalEngine, Request
 from winnow.engine.local import engine as local_module
 
 from ..builders.engines import TOKENIZER, make_engine, one
@@ -148,13 +148,26 @@ def test_an_idle_engine_remembers_nothing() -> None:
         assert again[request.id].logp.tolist() == fresh[request.id].logp.tolist()
 
 
+def unlike_lengths() -> list[Request]:
+    return [one((1 + i % 3,) * (1 + i * 5 % 60), 10 + i % 40, i) for i in range(48)]
+
+
 def test_sorting_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("qwen3")
-    requests = [one((1 + i % 3,) * (1 + i * 5 % 60), 10 + i % 40, i) for i in range(48)]
+    model, requests = make_model("qwen3"), unlike_lengths()
     plain = run(make_engine(model, slots=40), requests)
     monkeypatch.setattr(local_module, "SORT_COST", 0)
     sorted_ = run(make_engine(model, slots=40), requests)
     assert all(sorted_[r.id].token_ids.tolist() == plain[r.id].token_ids.tolist() for r in requests)
+
+
+def test_rows_stay_where_all_are_read_as_wide_as_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(order_M: np.ndarray) -> None:
+        raise AssertionError("all keys and values are copied for nothing")
+
+    monkeypatch.setattr(local_module, "SORT_COST", 0)
+    engine = make_engine("gpt2", slots=40)
+    monkeypatch.setattr(engine._rows, "sort", refuse)
+    assert len(run(engine, unlike_lengths())) == 48
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,22 @@ def test_a_model_whose_cache_changes_what_it_computes_is_found_out(
     monkeypatch.setattr(hf_module._SlotLayer, "update", faulty)
     with pytest.raises(ValueError, match=rf"GPT2LMHeadModel {message}"):
         make_engine("gpt2")
+
+
+def test_in_half_precision_a_rare_token_may_move_further_than_what_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = hf_module.HFBackend.decode
+
+    def moved(self: Any, *args: Any) -> Any:
+        output = decode(self, *args)
+        index = output.logits_NV.argmax(-1, True) if likely else output.logits_NV.argmin(-1, True)
+        return replace(output, logits_NV=output.logits_NV.scatter_add(1, index, torch.full_like(index, 2, dtype=half)))
+
+    half, likely = torch.bfloat16, False
+    monkeypatch.setattr(hf_module.HFBackend, "decode", moved)
+    make_engine("gpt2", dtype="bfloat16")
+    likely = True
+    with pytest.raises(ValueError, match=r"gives other log-probabilities .* set the engine's dtype to float32"):
+        make_engine("gpt2", dtype="bfloat16")
 
 
 def test_a_window_as_long_as_the_sequences_is_no_hindrance() -> None:

@@ -73,6 +73,17 @@ def test_prompts_that_are_too_long_are_counted_at_the_start(chat_model: Path, tm
         trainer(chat_model, tmp_path, [short, "c", long, "d", long + "e"])
 
 
+def test_prompts_that_leave_a_completion_too_little_room_are_counted_at_the_start(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    engine = {"name": "local", "max_length": 64}
+    with pytest.warns(UserWarning) as said:
+        trainer(chat_model, tmp_path, ["c", "d" * 42, "e" * 60], settings={"engine": engine})
+    text = " ".join(str(one.message) for one in said)
+    assert "1 of 3 training prompts have over 60 tokens and leave completions less room" in text
+    assert "1 of 3 training prompts have over 63 tokens" in text
+
+
 @pytest.mark.parametrize("by", ["role", "content"])
 def test_prompts_that_the_template_refuses_are_counted_at_the_start(tmp_path: Path, by: str) -> None:
     """One unusual role among many rows; or one of several hundred texts."""
@@ -99,11 +110,11 @@ def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def trainer(model: Path, folder: Path, questions: list[str], **options: Any) -> Trainer:
+def trainer(model: Path, folder: Path, questions: list[str], settings: Any = None, **options: Any) -> Trainer:
     rows = [{"prompt": [{"role": "user", "content": question}], "ground_truth": "x"} for question in questions]
     env = {"name": "dataset", "path": jsonl(folder, rows), **options}
-    settings = {"output_dir": str(folder / "run"), "max_prompt_length": 80, "max_completion_length": 4}
-    return Trainer(str(model), env, "exact", settings)
+    lengths = {"output_dir": str(folder / "run"), "max_prompt_length": 80, "max_completion_length": 4}
+    return Trainer(str(model), env, "exact", lengths | (settings or {}))
 
 
 PLAIN = "is plain text, to which the model's chat template is not applied"

@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from winnow.engine import LocalEngine
 
-from .engine_models import PADDED, make_requests, plain_logits, plain_logp, run, word_tokenizer
+from .engine_models import PADDED, SIZES, make_requests, plain_logits, plain_logp, run, word_tokenizer
 from .learner_models import learner_of
 
 
@@ -49,6 +56,18 @@ def test_a_window_narrower_than_any_columns_is_refused_without_a_length() -> Non
 def test_siblings_share_nothing_where_layers_see_columns() -> None:
     """A lane of siblings is wider than a rollout, and the trial is narrower than the window."""
     assert not learner_of(gpt_neo(64))._share
+
+
+def test_a_mixture_that_was_fine_tuned_with_a_loss_of_its_routers() -> None:
+    """TRL's SFTTrainer saves `output_router_logits`, and that loss does not take the engine's masks."""
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, **experts)).eval()
+    (asked,) = make_requests(1, 1, max_tokens=6)
+    found = run(LocalEngine(model, word_tokenizer()), [asked])[asked.id]
+    expected = plain_logp(plain_logits(model, asked.prompt_ids, found.token_ids), asked.params, found.token_ids)
+    torch.testing.assert_close(torch.tensor(found.logp).double(), torch.tensor(expected), atol=1e-4, rtol=0)
+    assert model.config.output_router_logits, "the caller's stays as it is"
 
 
 def test_what_a_class_keeps_in_float32_stays_in_it() -> None:

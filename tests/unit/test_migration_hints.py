@@ -176,6 +176,8 @@ def test_sections_of_other_trainers(theirs: dict[str, Any]) -> None:
             "unknown key 'shuffle_dataset'. Here use `selector: ordered` for the order",
         ),
         ({"data": {"shuffle": False}}, "unknown key 'data.shuffle'. Here use `selector: ordered` for the order"),
+        ({"attn_implementation": "eager"}, "unknown key 'attn_implementation'. Here leave it out: attention is"),
+        ({"load_in_4bit": True}, "unknown key 'load_in_4bit'. Here there is no counterpart: quantized weights"),
         ({"actor_rollout_ref": {}}, "unknown key 'actor_rollout_ref'."),
         ({"learning_rat": 1e-6}, "unknown key 'learning_rat'. Did you mean 'learning_rate'?"),
     ],

@@ -84,10 +84,11 @@ def test_an_object_with_tuned_tokens_is_taken_apart(tiny_model: Path, tiny_confi
 
 def test_the_type_of_a_model_whose_weights_are_not_there_yet(tmp_path: Path) -> None:
     """Of a hub the config comes first."""
-    for content in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}):
-        (tmp_path / "config.json").write_text(json.dumps(content))
+    parts = {"model_type": "gemma3", "text_config": {"dtype": "bfloat16"}}
+    for content in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, parts):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | content))
         assert types_of(tmp_path) == {"*": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float8"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float8_e4m3fn"}))
     assert types_of(tmp_path) == {}
 
 

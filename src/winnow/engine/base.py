@@ -23,7 +23,7 @@ class SamplingParams:
 
     max_tokens: int
     temperature: float = 1.0
-    """0 is greedy: the recorded log-probability is then that of the untempered softmax."""
+    """0 is greedy: the recorded log-probability is then that of the untempered softmax, after the penalty."""
     top_p: float = 1.0
     top_k: int = 0
     """0 turns it off."""
@@ -160,9 +160,12 @@ CAPABILITIES = {
 
 
 class Engine(Protocol):
-    """A generation engine. `dtype`, `load_file()`, `release()`, `close()` and `seconds` are optional.
+    """A generation engine. `dtype`, `max_length`, `no_drafts`, `load_file()`, `release()`, `close()` and `seconds` are
+    optional.
 
     `dtype`: compute dtype (e.g. `float32`); without it, the learner comparison allows for bfloat16 rounding.
+    `max_length`: most tokens of a prompt with its completion; without it, or with None, there is no limit.
+    `no_drafts`: why it has none, for the error where a run wants them.
     `load_file(path, version)`: `load_weights` from a safetensors file, for an engine that has it read elsewhere.
     `release()`: called before an update in the same process; frees the weights' memory until `load_weights`.
     `close()`: called at the end of a run; frees what would outlast the object, such as another library's memory.

@@ -104,16 +104,24 @@ def ends_of(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
 def end_where_rollouts_do(model: Any, tokenizer: Any) -> list[int]:
     """Put the ends of rollouts into the model's generation config, so that a saved policy ends there too; return them.
 
-    Warns of an end of the model that its rollouts cannot sample, which is left out.
+    Warns of an end of the model that its rollouts cannot sample, which is left out, and of one that is ordinary text.
     """
     vocab_size = n_tokens(model, tokenizer)
     ends = ends_of(model, tokenizer, vocab_size)
     generation = model.generation_config
-    if beyond := sorted(i for i in _eos_ids(model, model.config, generation) if i >= vocab_size):
+    given = _eos_ids(model, model.config, generation)
+    if beyond := sorted(i for i in given if i >= vocab_size):
         warnings.warn(
             f"model: eos_token_id {beyond[0]} is none of the {vocab_size} tokens that can be sampled and is left out; "
             "if it should end completions, call model.resize_token_embeddings(len(tokenizer)) with the tokenizer that "
             "has it",
+            stacklevel=2,
+        )
+    special = {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder}
+    if ordinary := sorted((given & ends) - special):  # often the default of a class
+        warnings.warn(
+            f"model: eos_token_id {ordinary[0]} is '{tokenizer.convert_ids_to_tokens(ordinary[0])}', no special token, "
+            "and completions end there; if they should not, set eos_token_id in its config and generation_config",
             stacklevel=2,
         )
     own = _eos_ids(model, generation)

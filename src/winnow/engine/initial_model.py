@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -14,7 +15,7 @@ from ..base.errors import ConfigError
 from ..base.weights import without_embedding
 from ..config import RunConfig
 from ..config.options import OF_ADAPTER, LoraConfig
-from .loading import CPU, ModelReference, build_meta_model, load_causal_lm, resolve_device
+from .loading import CPU, ModelReference, build_meta_model, load_causal_lm, quantization_of, resolve_device
 from .lora import Adapter, adapter_at, merged, taken_apart
 from .pretrained import located
 from .saving import types_by_name, types_in, types_of
@@ -40,8 +41,11 @@ class InitialModel:
     def from_config(cls, c: RunConfig, given: Any = None) -> InitialModel:
         """Return the model that a run starts with; `given`: a loaded model; None: the configuration's.
 
-        Raises ConfigError for an adapter that cannot be used, and for `lora.resume` without one.
+        Raises ConfigError for an object that cannot be trained, an adapter that cannot be used, and for `lora.resume`
+        without an adapter.
         """
+        if given is not None:
+            _make_plain(given)
         model, adapter = taken_apart(given) if given is not None else (None, adapter_at(c.model))
         resume = c.lora is not None and c.lora.resume
         if resume and adapter is None:
@@ -65,6 +69,12 @@ class InitialModel:
     @property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.meta_model.parameters())
+
+    @property
+    def positions(self) -> int | None:
+        """Most tokens of a sequence, as far as the model limits them."""
+        most: int | None = getattr(self.meta_model.config.get_text_config(), "max_position_embeddings", None)
+        return most
 
     def decides(self, c: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the keys that the adapter and the weights' dtypes decide, and why."""
@@ -117,6 +127,27 @@ class InitialModel:
         """
         plain = self.model is None and self.adapter is None
         return ModelReference(located(self.source) if plain else "", resolve_device(device), base, adapters)
+
+
+def _make_plain(model: Any) -> None:
+    """Let the attention of a given object, which may have adapters, take any mask.
+
+    Raises ConfigError for quantized weights, and for weights that accelerate moves around.
+    """
+    if kind := quantization_of(model.config):
+        raise ConfigError(
+            f"model: the object is quantized ({kind}) and cannot be trained; load it without quantization_config, and "
+            "set lora: {r: 16} if memory is short"
+        )
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ConfigError("model: the object is on several devices or offloaded; load it without device_map")
+    if (attention := model.config.get_text_config()._attn_implementation) not in ("sdpa", "eager"):
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        warnings.warn(
+            f"model: attn_implementation: {attention} cannot take the masks of engine and learner; "
+            f"{model.config._attn_implementation} is used",
+            stacklevel=2,
+        )
 
 
 def completed_lora(lora: LoraConfig, adapter: Adapter) -> LoraConfig:

@@ -138,13 +138,19 @@ def require_whole(source: str | Path) -> None:
     if file_of(source, SETTINGS) is not None:
         raise ConfigError(f"model: '{source}' is an adapter, and a whole model is needed here")
     _require_weights_for(source)
-    quantized = getattr(load_model_config(source), "quantization_config", None) or {}
-    kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
-    if kind not in (None, "mxfp4"):  # transformers de-quantizes mxfp4
+    kind = quantization_of(load_model_config(source))
+    if kind not in ("", "mxfp4"):  # transformers de-quantizes mxfp4
         raise ConfigError(
-            f"model: '{source}' is quantized ({getattr(kind, 'value', kind)}) and cannot be trained; name the model "
-            "that it was made from (for an adapter: as base_model_name_or_path in its adapter_config.json)"
+            f"model: '{source}' is quantized ({kind}) and cannot be trained; name the model that it was made from (for "
+            "an adapter: as base_model_name_or_path in its adapter_config.json)"
         )
+
+
+def quantization_of(config: Any) -> str:
+    """Return how the weights of a model with this config are quantized; empty: they are not."""
+    quantized = getattr(config, "quantization_config", None) or {}
+    kind = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+    return str(getattr(kind, "value", kind) or "")
 
 
 def load_model_config(source: str | Path) -> Any:

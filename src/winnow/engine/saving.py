@@ -15,10 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..base.errors import ConfigError
-from ..base.files import bytes_of, from_json
 from ..base.weights import state_once
 from ..config.options import SaveDtype
-from .loading import whole_under
+from .loading import load_model_config, whole_under
 from .pretrained import file_of
 
 Types = Mapping[str, SaveDtype]
@@ -39,7 +38,9 @@ def types_of(source: str | Path) -> dict[str, SaveDtype]:
     types: dict[str, SaveDtype] = {}
     files = sorted(config.parent.glob("*.safetensors")) if config else []
     if config is not None and not files:  # of a hub, whose weights are fetched later
-        return _type_in(config)
+        described = load_model_config(source)
+        kind = SAVE_DTYPES.get(described.get_text_config().dtype or described.dtype)
+        return {"*": kind} if kind else {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -48,20 +49,6 @@ def types_of(source: str | Path) -> dict[str, SaveDtype]:
             return {}
         types |= {name: DTYPES_IN_FILES[kind] for name, kind in kinds.items() if kind in DTYPES_IN_FILES}
     return brief(types)
-
-
-def _type_in(config: Path) -> dict[str, SaveDtype]:
-    """Return the dtype that a config names for all weights, if it does."""
-    try:
-        content = from_json(bytes_of(config))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(content, dict):
-        return {}
-    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
-    kind = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)), "")
-    own = [dtype for dtype in SAVE_DTYPES.values() if dtype == kind]
-    return {"*": own[0]} if own else {}
 
 
 def types_in(model: torch.nn.Module) -> dict[str, SaveDtype]:

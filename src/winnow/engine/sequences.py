@@ -259,6 +259,10 @@ class SequenceEngine:
     def pending(self) -> int:
         return self.sequences.pending
 
+    @property
+    def max_length(self) -> int | None:
+        return self.sequences.facts.max_length
+
     def submit(self, requests: Iterable[Request]) -> None:
         self.sequences.submit(requests)
 

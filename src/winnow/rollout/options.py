@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -42,13 +43,39 @@ class RolloutOptions:
     """Whether jobs may have drafts."""
 
 
-def check_drafts(options: Iterable[RolloutOptions], provides: frozenset[str]) -> None:
-    """Raise ConfigError where drafts (`speculative`) would save nothing. `provides`: the engine's capabilities."""
+def within(options: RolloutOptions, max_length: int | None) -> RolloutOptions:
+    """Return options for an engine that takes at most `max_length` tokens of a sequence; None: any number."""
+    if max_length is None:
+        return options
+    return replace(options, context_length=min(options.context_length or max_length, max_length))
+
+
+def check_length(options: RolloutOptions, task: Task, most: int) -> None:
+    """Warn that segments of several turns end at the `most` tokens that the engine takes, before `context_length`.
+
+    Raises ConfigError if a completion of one turn may have as many alone.
+    """
+    tokens = options.params.max_tokens
+    if task.max_turns == 1 and tokens >= most:
+        raise ConfigError(
+            f"max_completion_length: {tokens}, but the engine takes {most} tokens, the prompt included; lower it"
+        )
+    if task.max_turns > 1:
+        warnings.warn(
+            f"context_length: the engine takes {most} tokens, so turns end there, not at {options.context_length}; "
+            "lower max_prompt_length or max_completion_length to avoid that",
+            stacklevel=2,
+        )
+
+
+def check_drafts(options: Iterable[RolloutOptions], provides: frozenset[str], why: str = "") -> None:
+    """Raise ConfigError where drafts (`speculative`) would save nothing. `provides`: the engine's capabilities; `why`:
+    it has no drafts, if it tells."""
     drafted = [o for o in options if o.drafts]
     if drafted and "drafts" not in provides:
         raise ConfigError(
-            "speculative: this engine decodes every token; use engine: local with a model of the Llama, Mistral, Qwen2 "
-            "or Qwen3 classes, or remove it"
+            f"speculative: this engine decodes every token{f' ({why})' if why else ''}; use engine: local with a model "
+            "of the Llama, Mistral, Qwen2 or Qwen3 classes, or remove it"
         )
     if any(o.params.repetition_penalty != 1 for o in drafted):
         raise ConfigError(
@@ -96,6 +123,7 @@ def turn_requests(
             left = min(left, turn_length)
         if options.drafts and (before := tuple(sibling.turn_tokens)) not in drafts:
             drafts[before] = flight.draft(sibling)
+        left = max(left, 1)  # a prompt without room behind it is refused by the engine, with both lengths
         length = left if sibling.settings.max_tokens is None else min(left, sibling.settings.max_tokens)
         requests.append(
             Request(

@@ -26,7 +26,7 @@ from .answers import OVERLAP, PATIENCE_S, Answers, Awaited, described, require_f
 from .gate_rules import ActiveRules
 from .history import PromptTokens, append_or_restart, begin
 from .in_flight import Flight, Sibling, siblings_of
-from .options import RolloutOptions, check_drafts, turn_length_of, turn_requests
+from .options import RolloutOptions, check_drafts, turn_length_of, turn_requests, within
 
 
 class RolloutRunner:
@@ -48,11 +48,11 @@ class RolloutRunner:
         self.task = task
         self.tokenizer = tokenizer
         self.rewarder = rewarder
-        self.options = dict(options)
+        self.options = {purpose: within(o, getattr(engine, "max_length", None)) for purpose, o in options.items()}
         self._turn_length = turn_length_of(task)
         self._one_turn = has_no_environment(task)  # then no copy of a row is made for an environment
         self._prompts, self._texts = PromptTokens(tokenizer), TurnTexts(tokenizer)
-        check_drafts(self.options.values(), engine.provides)
+        check_drafts(self.options.values(), engine.provides, getattr(engine, "no_drafts", ""))
         self._flights: dict[tuple[str, int], Flight] = {}
         self._answers = Answers(lambda: self.waits())
         self._rules = ActiveRules(rules, engine, task, tokenizer)

@@ -97,7 +97,7 @@ class Shapes:
     def from_model(cls, model: Any, lora: LoraConfig | None) -> Shapes:
         """Return the sizes of a model, which may be on the meta device."""
         text = model.config.get_text_config()
-        heads = text.num_attention_heads
+        heads = getattr(text, "num_attention_heads", None) or 1  # a recurrent model, which the engine refuses, has none
         width = getattr(text, "head_dim", None) or text.hidden_size // heads
         total = sum(p.numel() for p in model.parameters())
         embedding = model.get_input_embeddings().weight
@@ -338,13 +338,15 @@ class Budget:
         attention = 4 * (2 * shapes.hidden + 6 * shapes.queries + 5 * shapes.keys)
         feed_forward = 8 * shapes.hidden + 3 * each * shapes.intermediate
         keys = slots * columns * (shapes.kv_elements + 1) * each
+        filtered = (not c.top_k and (c.top_p < 1 or c.min_p > 0)) or (not c.eval_top_k and c.eval_top_p < 1)
+        drawing = 25 if filtered else 8  # weights, and with filters the same sorted, twice summed in float64
         return {
             "keys and values": keys,
             **({"keys and values between turns": keys} if self.several_turns else {}),
             # And once more what they begin with alike.
             "prompts": (tokens + c.max_prompt_length) * shapes.kv_elements * each,
             "prefill": min(tokens, PREFILL_TOKENS) * max(attention, feed_forward),
-            "logits": slots * shapes.vocab_size * (each + 8),
+            "logits": slots * shapes.vocab_size * (each + drawing),
         }
 
     def _least_of_vllm(self, sequences: int = 0) -> int:

@@ -155,7 +155,9 @@ def build(
         m = _checked_methods(r, task, rewarder, resumed)  # before weights are loaded, which may take minutes
         policy, engine = build_policy(r, inputs.processing_class, checkpoint, with_engine=not own_engines)
         built.callback(close_engine, engine)
-        check_prompts(r.rollout_options["train"], task, policy.tokenizer, engine)
+        limits = getattr(engine, "max_length", None), getattr(r.engine, "max_length", None), r.model.positions
+        most = min((limit for limit in limits if limit is not None), default=None)
+        check_prompts(r.rollout_options["train"], task, policy.tokenizer, engine, most)
         learner = build_learner(policy, r)
         built.callback(learner.close)
         runner = None

@@ -27,7 +27,7 @@ from ..learner import Fsdp, Learner
 from ..learner.agreement import Agreement, require_agreement
 from ..learner.base import Sizes
 from ..rollout.evaluate import RollOut
-from ..rollout.options import RolloutOptions
+from ..rollout.options import RolloutOptions, check_length, within
 from ..sampler import Ray
 from ..sampler.base import PoolOptions
 from ..tasks.agents import AgentTask
@@ -115,14 +115,18 @@ def require_whole_groups(m: Methods, comparing: Mapping[str, bool | None]) -> No
         )
 
 
-def check_prompts(options: RolloutOptions, task: Task, tokenizer: Any, engine: Engine | None) -> None:
+def check_prompts(options: RolloutOptions, task: Task, tokenizer: Any, engine: Engine | None, most: int | None) -> None:
     """Try a few prompts on tokenizer and engine (if local); warn of prompts that will fail.
 
+    `most`: tokens of a sequence that the engine takes, prompt and completion together; None: any number.
     Raises ConfigError when all of them fail.
     """
-    causes, limit, params = [], options.max_prompt_length, options.params
+    causes, limit, params, whole = [], options.max_prompt_length, options.params, math.inf
     warn_of_plain_text(task, tokenizer)
-    warn_of_failing_prompts(limit, task, tokenizer)
+    if most is not None and most < (options.context_length or math.inf):
+        check_length(options, task, most)
+        options, whole = within(options, most), most - params.max_tokens
+    warn_of_failing_prompts(min(limit, (options.context_length or math.inf) - 1), task, tokenizer, whole)
     for prompt in [*task.train[:16], *task.test[:16]]:
         try:
             ids = encode_prompt(tokenizer, prompt)
@@ -135,13 +139,12 @@ def check_prompts(options: RolloutOptions, task: Task, tokenizer: Any, engine: E
             if engine is None:
                 return
             longest = options.context_length or len(ids) + params.max_tokens
-            room = min(params.max_tokens, longest - len(ids))
+            room = max(1, min(params.max_tokens, longest - len(ids)))
             engine.submit([Request("trial", ids, replace(params, max_tokens=room), key=0)])
             engine.cancel(["trial"])
             return
         except ValueError as error:
-            cause = str(error).removeprefix("request 'trial': ")
-            causes.append(cause.replace("max_tokens", "max_completion_length"))
+            causes.append(str(error).removeprefix("request 'trial': "))
     raise ConfigError(f"none of the first {len(causes)} prompts can be used; {causes[0]}")
 
 
@@ -153,9 +156,10 @@ COUNTED = 10_000
 """Most prompts that are counted, if one that was tried fails."""
 
 
-def warn_of_failing_prompts(limit: int, task: Task, tokenizer: Any) -> None:
+def warn_of_failing_prompts(limit: float, task: Task, tokenizer: Any, whole: float = math.inf) -> None:
     """Warn how many prompts fail whenever drawn: those of over `limit` tokens, which are never cut, and those that the
-    chat template refuses or the tokenizer cannot encode."""
+    chat template refuses or the tokenizer cannot encode. Also, how many of over `whole` tokens leave a completion less
+    room than it may have."""
     if task.max_turns > 1 or isinstance(task, AgentTask):  # an environment or agent adds to the prompt, or writes it
         return
     for part, prompts in (("training", task.train), ("held-out", task.test)):
@@ -163,14 +167,22 @@ def warn_of_failing_prompts(limit: int, task: Task, tokenizer: Any) -> None:
         one_of_each = {_shape(prompt): prompt for prompt in some}
         tried = [*_longest(prompts, LONGEST), *one_of_each.values(), *some[:: -(-len(some) // TRIED) or 1]]
         longest, refusal = _encoded(tokenizer, tried)
-        if max(longest, default=0) <= limit and not refusal:
+        if max(longest, default=0) <= min(limit, whole) and not refusal:
             continue
         lengths, refusals = _encoded(tokenizer, some)
         if max(longest, default=0) > limit:
             over = sum(n > limit for n in lengths)
             warnings.warn(
                 f"{over} of {len(some)} {part} prompts have over {limit} tokens (the longest "
-                f"{max([*longest, *lengths])}) and fail; raise max_prompt_length, or leave them out of the data",
+                f"{max([*longest, *lengths])}) and fail; raise max_prompt_length if the model takes more, or leave "
+                "them out of the data",
+                stacklevel=2,
+            )
+        if any(whole < n <= limit for n in [*longest, *lengths]):
+            cut = sum(whole < n <= limit for n in lengths)
+            warnings.warn(
+                f"{cut} of {len(some)} {part} prompts have over {whole} tokens and leave completions less room than "
+                "max_completion_length, so that these end earlier; lower it to avoid that",
                 stacklevel=2,
             )
         if refusals:

@@ -35,6 +35,8 @@ CPU_SLOTS = 1024
 """Slots up to which the embedded engine gains on a CPU; measured at 0.6 million parameters (docs/benchmarks.md)."""
 KEYS_SHARE = 1 / 8
 """Share of memory that keys and values may take for more slots than the default's."""
+MOST_SHARE = 1 / 2
+"""Share of memory that they may take at all."""
 
 
 def resolve(
@@ -79,7 +81,7 @@ def resolve(
     if on_gpu:
         sizes = _sizes_on_gpu(c, replace(options, engine=engine), machine, model, alone, several_turns)
     else:
-        sizes = _sizes_on_cpu(c, options, engine, machine, model)
+        sizes = _sizes_on_cpu(c, options, engine, machine, model, several_turns)
     if sizes.engine:
         spec, engine = section_of(spec) | sizes.engine, replace(engine, **sizes.engine)
     c, options = c.model_copy(update=sizes.values | {"engine": spec}), replace(options, engine=engine)
@@ -259,18 +261,21 @@ class Sizes:
     budgets: dict[str, Budget]
 
 
-def _sizes_on_cpu(c: RunConfig, options: Options, engine: Any, machine: Machine, model: InitialModel) -> Sizes:
+def _sizes_on_cpu(
+    c: RunConfig, options: Options, engine: Any, machine: Machine, model: InitialModel, several_turns: bool
+) -> Sizes:
     values: dict[str, Any] = {}
     why: dict[str, str] = {}
     of_engine: dict[str, Any] = {}
     open_ = isinstance(engine, LocalOptions) and not engine.fixed_slots and "slots" not in section_of(c.engine)
     groups = options.rollout_batch.size * (c.max_lag * options.continuous + 1)
     wanted = min(CPU_SLOTS, groups * c.num_generations)
-    if open_ and wanted > engine.slots and machine.device.type == "cpu" and not options.samples_elsewhere:
-        each = c.longest * Shapes.from_model(model.meta_model, c.lora).kv_elements * engine_bytes(engine)
+    if open_ and machine.device.type == "cpu" and not options.samples_elsewhere:
+        longest = min(n for n in (c.longest, engine.max_length, model.positions) if n is not None)
+        each = longest * Shapes.from_model(model.meta_model, c.lora).kv_elements * engine_bytes(engine)
         samplers = options.sync.samplers if isinstance(options.sync, Processes) else 1
-        slots, reason = choose_slots(wanted, each, machine.memory // samplers)
-        if slots > engine.slots:
+        slots, reason = choose_slots(engine.slots, wanted, each, machine.memory // samplers, several_turns)
+        if slots != engine.slots:
             of_engine["slots"], why["engine"] = slots, reason
     if c.tokens_per_microbatch == "auto":
         values["tokens_per_microbatch"], why["tokens_per_microbatch"] = choose_tokens(model.meta_model)
@@ -314,13 +319,17 @@ def _sizes_on_gpu(
     return sizes
 
 
-def choose_slots(wanted: int, bytes_per_slot: int, memory: int) -> tuple[int, str]:
-    """Return the embedded engine's slots on a CPU, at most `wanted`, and why.
+def choose_slots(default: int, wanted: int, bytes_per_slot: int, memory: int, several_turns: bool) -> tuple[int, str]:
+    """Return the embedded engine's slots on a CPU, and why: up to `wanted` if memory is plenty, else the default's or
+    fewer.
 
     Siblings share rows, so a decode step has fewer rows than slots. As many sequences as run may be kept between turns.
     """
-    slots = min(wanted, int(KEYS_SHARE * memory) // max(1, 2 * bytes_per_slot))
-    return slots, f"keys and values of {slots:,} slots take at most {slots * bytes_per_slot / GIB:.2g} GiB"
+    more = min(wanted, int(KEYS_SHARE * memory) // max(1, 2 * bytes_per_slot))
+    most = int(MOST_SHARE * memory) // max(1, (1 + several_turns) * bytes_per_slot)
+    slots = max(1, min(max(default, more), most))
+    taken = slots * bytes_per_slot / GIB
+    return slots, f"keys and values of {slots:,} slots take at most {taken:.2g} of {memory / GIB:.2g} GiB"
 
 
 def bytes_per_token(model: Any) -> int:

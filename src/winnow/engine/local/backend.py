@@ -88,6 +88,9 @@ class KeptSequences:
     def __len__(self) -> int:
         return sum(map(len, self._kept.values()))
 
+    def __contains__(self, id_: Hashable) -> bool:
+        return id_ in self._kept
+
     def put(self, id_: Hashable, kept: Kept) -> None:
         self._kept.setdefault(id_, []).append(kept)
         if len(self) > self._capacity:

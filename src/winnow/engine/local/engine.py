@@ -90,6 +90,7 @@ class LocalEngine(SequenceEngine):
         # Element-wise kernels compute what is left over after whole vectors in another way: leave nothing over.
         rows = -(-slots // FIXED_ROWS) * FIXED_ROWS if fixed_slots else slots
         self.provides = SequenceEngine.provides | ({"drafts"} if isinstance(self._backend, LlamaBackend) else set())
+        self.no_drafts: str = getattr(self._backend, "unlike_llama", "")
         self._cache = KVCache(self._backend.kv_shapes, rows, self._backend.dtype, self._backend.device)
         self._column_size = sum(h * s for shapes in self._backend.kv_shapes[:1] for h, s in shapes) // 2
         if fixed_slots:
@@ -256,6 +257,8 @@ class LocalEngine(SequenceEngine):
         """Return attention chunks, and the order of rows, by length, once padding has cost as much as moving would."""
         device = self._backend.device.type
         chunks, filled = plan(lengths_M, self._column_size, device), int(lengths_M.sum())
+        if device == "cuda" or not isinstance(self._backend, LlamaBackend):  # reads all rows as wide as the longest
+            return chunks, None
         self._waste += padded(chunks) - filled
         if self._waste <= SORT_COST * filled:
             return chunks, None
@@ -268,7 +271,10 @@ class LocalEngine(SequenceEngine):
     def _admit(self) -> list[Output]:
         """Start waiting requests in free slots; what their first token is drawn from, one entry a prefill."""
         free = self.options.slots - self.sequences.table.n
-        requests = list(itertools.islice(self.sequences.waiting.values(), free))
+        waiting: Iterable[Request] = self.sequences.waiting.values()
+        if free and len(self._kept):  # first what would have to make room by its turn
+            waiting = sorted(waiting, key=lambda request: request.id not in self._kept)
+        requests = list(itertools.islice(waiting, free))
         kept = {r.prompt_ids: past for r in requests if (past := self._kept.take(r.id, r.prompt_ids))}
         keys = [self._key(request) for request in requests]
         self._prefill({key: self._prompts[key] for key in keys}, kept)

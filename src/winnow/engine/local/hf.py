@@ -15,17 +15,24 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ...base.errors import ConfigError
 from ...base.weights import state_once
 from ..facts import WINDOWS, Facts, has_local_layers
+from ..loading import quantization_of
 from ..sampling import sample
 from .backend import Kept, Output, Prefilled, continued
 from .cache import Chunk, KVCache
-from .llama import LlamaBackend, supports
+from .llama import LlamaBackend, unlike_llama
 
 ORDINARY = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+MOST_GAP, MOST_GAP_IN_HALF = 1e-3, 0.2
+"""Most that a cache may change log-probabilities in a trial run, in nats, on average over what would be sampled.
+Rounding moves the rare tokens of a long vocabulary further."""
 
 
 def refuse_unsupported(model: Any, max_length: int | None) -> None:
-    """ValueError for a model whose cache is not one key and value a token, as far as its config tells."""
+    """ValueError for a model with quantized weights, or whose cache is not one key and value a token, as far as its
+    config tells."""
     name, config = type(model).__name__, model.config.get_text_config()
+    if kind := quantization_of(model.config):
+        raise ValueError(f"{name} is quantized ({kind}); load it without quantization_config for the embedded engine")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; the embedded engine runs decoder-only models")
     strange = set(getattr(config, "layer_types", None) or ()) - ORDINARY
@@ -107,6 +114,9 @@ class HFBackend:
         own = {id(buffer): self._cast(name, buffer) for name, buffer in model.named_buffers()}
         own |= {id(p): nn.Parameter(self._cast(name, p), False) for name, p in model.named_parameters()}
         self._model = copy.deepcopy(model, own).eval()
+        text = self._model.config.get_text_config()
+        if hasattr(text, "output_router_logits"):  # of a fine-tuned mixture; a loss of routers cannot take our masks
+            text.output_router_logits = False
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._hidden: torch.Tensor | None = None
         self._model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
@@ -114,9 +124,21 @@ class HFBackend:
             probe = self.prefill([(0, 0)])
             pairs = zip(probe.keys, probe.values, strict=True)
             self.kv_shapes = [((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])) for k, v in pairs]
-            self._check_cache()
-        except (RuntimeError, TypeError, AttributeError, LookupError) as error:
+            gap = self._cache_gap()
+        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
             raise ValueError(f"{type(model).__name__} failed in the embedded engine's trial run: {error}") from error
+        half = dtype in (torch.bfloat16, torch.float16)
+        if not gap < (MOST_GAP_IN_HALF if half else MOST_GAP):
+            remedy = "; if it is right, set the engine's dtype to float32" if half else ""
+            raise ValueError(
+                f"{type(model).__name__} gives other log-probabilities with a cache of rows of different lengths than "
+                f"without (gap {gap:.3g}): the embedded engine cannot run it{remedy}"
+            )
+
+    @property
+    def unlike_llama(self) -> str:
+        """Why it is not `LlamaBackend` that runs the model."""
+        return unlike_llama(self._model)
 
     def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Rotary frequencies keep their type: rounded ones turn late positions by wrong angles. So does what the class
@@ -150,9 +172,7 @@ class HFBackend:
         last = self._forward(ids, past_key_values=cache, position_ids=positions)
         layers: list[Any] = cache.layers
         if any(not isinstance(layer.keys, torch.Tensor) or layer.keys.shape[2] != ids.shape[1] for layer in layers):
-            raise ValueError(
-                f"{type(self._model).__name__} has no ordinary KV cache: the embedded engine cannot run it"
-            )
+            raise ValueError("it has no ordinary KV cache")
         return Prefilled([x.keys for x in layers], [x.values for x in layers], [len(p) for p in prompts], last)
 
     def extend(self, tails: list[tuple[int, ...]], past: list[Kept], drafts: Sequence[int] = ()) -> Prefilled:
@@ -181,8 +201,8 @@ class HFBackend:
             ids_NS, past_key_values=Cache(layers=layers), position_ids=positions_NS, attention_mask=mask
         )
 
-    def _check_cache(self) -> None:
-        """Two sequences of different lengths, cached and not: refuse a model for which that makes a difference."""
+    def _cache_gap(self) -> float:
+        """Return what is compared with `MOST_GAP`: of two sequences of different lengths, the one that differs more."""
         sequences = [tuple((7 * i + 3 * j + 1) % self.vocab_size for j in range(4 + 3 * i)) for i in range(2)]
         cache = KVCache(self.kv_shapes, 2, self.dtype, self.device)
         cache.reserve(2, 16)
@@ -194,13 +214,9 @@ class HFBackend:
             tokens = torch.tensor([s[-back] for s in sequences], device=self.device)
             positions = torch.tensor([len(s) - back for s in sequences], device=self.device)
             cached = self.decode(tokens, positions, cache, [Chunk(0, 2, 16)]).logits_NV
-        plain = torch.cat([self.prefill([s]).last.logits_NV for s in sequences])
-        gap = (cached.float().log_softmax(-1) - plain.float().log_softmax(-1)).abs().max().item()
-        if not gap < (1e-3 if self.dtype == torch.float32 else 0.5):
-            raise ValueError(
-                f"{type(self._model).__name__} gives other log-probabilities with a cache of rows of different lengths "
-                f"than without (gap {gap:.3g}): the embedded engine cannot run it"
-            )
+        plain = torch.cat([self.prefill([s]).last.logits_NV for s in sequences]).float().log_softmax(-1)
+        gap_N = (plain.exp() * (cached.float().log_softmax(-1) - plain).abs()).sum(-1)
+        return float(gap_N.max())
 
 
 def make_backend(
@@ -212,12 +228,13 @@ def make_backend(
     kind = weight.dtype if dtype is None else getattr(torch, dtype)
     place = weight.device if device is None else torch.device(device)
     with torch.no_grad():  # not inference_mode: its tensors could not be overwritten by new weights
-        if facts.max_length is not None and supports(model):
+        why = unlike_llama(model)
+        if facts.max_length is not None and not why:
             sizes = {"vocab_size": facts.vocab_size, "max_length": facts.max_length}
             backend = _fused_backend(kind, place) if fused_kernels else LlamaBackend
             return backend(model, **sizes, dtype=kind, device=place)
         if fused_kernels:
-            raise ConfigError(f"engine: fused_kernels: {type(model).__name__} is not of the Llama family; leave it out")
+            raise ConfigError(f"engine: fused_kernels: {why or 'max_length is missing'}; leave it out")
         return HFBackend(model, vocab_size=facts.vocab_size, dtype=kind, device=place)
 
 

@@ -83,15 +83,20 @@ class Layer(NamedTuple):
     down: Linear
 
 
-def supports(model: Any) -> bool:
-    """Whether `LlamaBackend` computes what this model computes."""
-    config = model.config
-    if type(model).__name__ not in CLASSES or config.hidden_act != "silu":
-        return False
+def unlike_llama(model: Any) -> str:
+    """Return why `LlamaBackend` does not compute what this model computes; empty: it does."""
+    config, name = model.config, type(model).__name__
+    if name not in CLASSES:
+        return f"{name} is not of the Llama family"
     rope = config.rope_parameters
-    if rope.get("rope_type", "default") not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1:
-        return False
-    return set(model.state_dict()) <= _names(config)
+    if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
+        return f"{name} has rope_type {kind}"
+    if (share := rope.get("partial_rotary_factor", 1)) != 1:
+        return f"{name} has partial_rotary_factor {share}"
+    if config.hidden_act != "silu":
+        return f"{name} has hidden_act {config.hidden_act}"
+    others = sorted(set(model.state_dict()) - _names(config))
+    return f"{name} has {others[0]}" if others else ""
 
 
 def _names(config: Any) -> set[str]:

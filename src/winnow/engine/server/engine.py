@@ -99,6 +99,7 @@ class ServerEngine:
                 )
             )
         self.facts = Facts.from_model(policy, tokenizer, longest)
+        self.max_length = self.facts.max_length
         self._name = secrets.token_hex(4)
         """Part of the labels of its weights: those of other runs, and of its predecessor, have another."""
         self._label = ""
