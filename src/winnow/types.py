@@ -44,7 +44,7 @@ class Prompt:
     id: str
     """Stable and unique in its data set."""
     ordinal: int
-    """Row number in its data set; keys the sampling noise."""
+    """Place in the task's `train` or `test`; keys the sampling noise."""
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)

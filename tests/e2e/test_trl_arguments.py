@@ -112,9 +112,12 @@ def test_resume_from_checkpoint(tiny_config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"Trainer\.resume\('{run}', \.\.\.\)"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.train(resume_from_checkpoint=None)["step"] == 1
-    for checkpoint in (True, run / "checkpoints" / "step-000001"):
+    for checkpoint in (True, run / "checkpoints" / "step-000002"):
         step = 2 if checkpoint is True else 3
         again = Trainer.resume(run, {"max_steps": step}, reward_funcs=parity_reward)
         assert again.train(resume_from_checkpoint=checkpoint)["step"] == step
+    later = Trainer.resume(run, {"max_steps": 4}, reward_funcs=parity_reward)
+    with later, pytest.raises(ConfigError, match="step-000001 is not the newest, which is step-000003"):
+        later.train(resume_from_checkpoint=run / "checkpoints" / "step-000001")
     with pytest.raises(ConfigError, match="a resumed run keeps its configuration"):
         Trainer.resume(run, args=grpo(run), reward_funcs=parity_reward)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import winnow.base.machine as processor_module
 from tests.pretend_cuda import PretendCuda
 from winnow.base.errors import ConfigError
-from winnow.base.machine import bfloat16_units, processor, usable_threads
+from winnow.base.machine import bfloat16_units, main_memory, processor, usable_threads
 from winnow.config import RunConfig, validate
 from winnow.config.options import name_of
 from winnow.engine import LocalOptions, VllmOptions
@@ -104,6 +104,18 @@ def test_usable_threads_are_what_the_environment_says_or_the_cores(
     cores = usable_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", said)
     assert usable_threads() == (threads or cores) >= 1
+
+
+def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(processor_module, "CONTROL_GROUP", tmp_path)
+    whole = main_memory(), usable_threads()
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert (main_memory(), usable_threads()) == whole
+    (tmp_path / "memory.max").write_text("1048576\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert (main_memory(), usable_threads()) == (1048576, 1)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from winnow.sampler.codec import group_from, group_state, job_from, job_state, p
 from winnow.types import Decision, EnvStep, Fate, Group, Job, Prompt, Rollout, Segment, Token, Turn, Verdict, Visit
 
 from ..builders.audited import answered, build
+from ..builders.groups import make_group
 from ..builders.toy_rollouts import ToyTask
 from ..gates import named
 
@@ -185,3 +186,12 @@ def test_every_verdict_of_a_selector_travels(name: str) -> None:
         selector.part.kind_N[::2] = 1
     for visit in selector.select(12):
         assert visit_from(travelled(visit_state(visit)), PROMPTS) == visit
+
+
+def test_calls_of_any_numbers_travel() -> None:
+    arguments = {"a": 12345678901234567890, "b": float("inf")}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    group = make_group(0, [1.0, 0.0])
+    group.rollouts[0].turns = [Turn("f", None, 0, 1, "stop", message=message)]
+    back = group_from(travelled(group_state(group)), {"train": [group.prompt]})
+    assert back.rollouts[0].turns[0].message == message

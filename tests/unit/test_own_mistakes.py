@@ -81,3 +81,17 @@ def test_a_task_whose_stop_is_one_text() -> None:
     task = ToyTask(stop="</answer>")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"env: task toy: stop must be a tuple of texts, e.g. \('</answer>',\)"):
         build_task(task)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (Prompt("b", 0, text="?"), r"env: prompt 'b' is train\[1\], but its ordinal is 0; number prompts by their place"),
+        (Prompt("b", 1, messages=[{"role": "user"}]), "env: the messages of prompt 'b' must be a tuple"),  # type: ignore[arg-type]
+    ],
+)
+def test_prompts_of_an_own_task_that_would_be_taken_for_others(prompt: Prompt, said: str) -> None:
+    task = ToyTask()
+    task.train = [Prompt("a", 0, text="?"), prompt]
+    with pytest.raises(ConfigError, match=said):
+        build_task(task)

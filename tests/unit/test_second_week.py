@@ -15,8 +15,9 @@ import pytest
 from winnow import Trainer
 from winnow.cli.console import settings
 from winnow.config import validate
-from winnow.config.paths import absolute_paths
+from winnow.config.paths import BUILTIN_REWARDS, absolute_paths
 from winnow.env.presets import PRESETS
+from winnow.env.rewards import rewarder
 from winnow.env.rewards.math import gold_answer
 from winnow.env.rewards.pooled import completion_text
 from winnow.env.rewards.rewarder import Rewarder, without_taken
@@ -172,3 +173,16 @@ def test_files_of_agents_and_teachers_are_found_from_anywhere(tmp_path: Path, mo
     assert found["teacher"]["model"] == f"{tmp_path}/teacher"
     of_server = {"teacher": {"model": "teacher", "url": "http://127.0.0.1:1"}}
     assert absolute_paths(of_server)["teacher"]["model"] == "teacher"
+
+
+def test_names_of_rewards_are_no_paths_and_links_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("math", "rewards", "blobs"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "blobs" / "3f2a").touch()
+    (tmp_path / "train.jsonl").symlink_to(tmp_path / "blobs" / "3f2a")
+    names = ["math", "rewards:score"]
+    found = absolute_paths({"reward_funcs": names, "env": {"name": "dataset", "path": "train.jsonl"}})
+    assert found["reward_funcs"] == names
+    assert found["env"]["path"] == f"{tmp_path}/train.jsonl"
+    assert rewarder.BUILTIN.keys() == BUILTIN_REWARDS

@@ -18,6 +18,8 @@ from typing import Any
 
 GIB, MIB = 2**30, 2**20
 CPUINFO = Path("/proc/cpuinfo")
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Limits of this container."""
 FAST = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """CPU flags that decide which dtype is fast."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -27,8 +29,16 @@ KEPT_FREE, LARGEST_KEPT = 64 * MIB, 32 * MIB
 
 
 def main_memory() -> int:
-    """Return the machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return the memory in bytes of the machine, or of this container."""
+    whole, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _limit("memory.max").strip()
+    return min(whole, int(limit)) if limit.isdigit() else whole
+
+
+def _limit(name: str) -> str:
+    try:
+        return (CONTROL_GROUP / name).read_text(encoding="ascii")
+    except OSError:
+        return "max"
 
 
 def processor() -> str:
@@ -47,13 +57,13 @@ def bfloat16_units() -> list[str]:
 
 
 def usable_threads() -> int:
-    """Return OMP_NUM_THREADS if set, else the cores available to this process; at least 1."""
+    """Return OMP_NUM_THREADS if set, else the cores available to this process and its container; at least 1."""
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if said.isdigit() and int(said):
         return int(said)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _limit("cpu.max").strip().partition(" ")
+    return max(1, min(cores, int(quota) // int(period))) if quota.isdigit() and period.isdigit() else cores
 
 
 def _first_core() -> dict[str, str]:

@@ -14,6 +14,8 @@ from . import METHODS, RunConfig
 
 OPTIONS = ("path", "test", "games", "data", "python", "profile")
 """Method options that name files."""
+BUILTIN_REWARDS = frozenset({"countdown", "exact", "math"})
+"""Names of reward functions, also where a folder has the same name."""
 
 
 def absolute_paths(values: Mapping[str, Any], *, resumed: bool = False) -> dict[str, Any]:
@@ -53,7 +55,11 @@ def from_saved(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changed(values: Mapping[str, Any], change: Callable[[str], str], output: Callable[[str], str]) -> dict[str, Any]:
     result = dict(values)
-    for key, its in (("model", change), ("reward_funcs", change), ("output_dir", output)):
+
+    def reward(text: str) -> str:
+        return text if text in BUILTIN_REWARDS else change(text)
+
+    for key, its in (("model", change), ("reward_funcs", reward), ("output_dir", output)):
         if result.get(key) is not None:
             result[key] = on_texts(result[key], its)
     teacher = result.get("teacher")
@@ -84,8 +90,11 @@ def on_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _absolute(text: str) -> str:
+    """Return the path that exists, absolute; links keep their names. `package:function` names no file."""
     file, colon, name = os.path.expanduser(text).partition(":")
-    return str(Path(file).resolve()) + colon + name if file and Path(file).exists() else text
+    if not file or not os.path.exists(file) or (colon and not file.endswith(".py")):
+        return text
+    return os.path.abspath(file) + colon + name
 
 
 def _if_relative(text: str) -> str:

@@ -11,6 +11,7 @@ from ..engine.lora import TRAINED, Adapter
 from ..methods.advantage import InUpdate
 from ..methods.correct import OverBatch
 from ..methods.policy_loss import Clip
+from ..sampler import InProcess
 from ..sampler.base import PoolOptions
 from .resolved import AUTO, Options, loss_config
 
@@ -29,7 +30,7 @@ def require_sync(c: RunConfig, options: Options, device: str) -> None:
             "still be trained within max_lag; remove it"
         )
     lags = c.max_lag > carried or options.overlap or options.own_engines  # what is carried waits for a step
-    if not lags and c.changed(("sync",)):
+    if not lags and options.sync != InProcess():
         raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
     if isinstance(options.sync, PoolOptions) and options.sync.timeout_s <= c.reward_timeout_s:
         raise ConfigError(

@@ -79,7 +79,9 @@ def push(run_dir: Path, c: RunConfig, folder: Path | None = None) -> Pushed:
             api = HfApi(library_name="winnow")
             repo = api.create_repo(_name(c), private=c.hub_private_repo, exist_ok=True).repo_id
             # With adapters of an earlier upload left, whole weights would be loaded as a model under adapters.
-            stale = None if (source / "adapter_config.json").exists() else ["adapter_*"]
+            stale = ["model*.safetensors", "model.safetensors.index.json"]  # but for those of this upload
+            if not (source / "adapter_config.json").exists():
+                stale.append("adapter_*")
             done = api.upload_folder(
                 folder_path=source,
                 repo_id=repo,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from ..config.paths import absolute_paths, as_saved, from_saved, missing_paths
 from ..engine.initial_model import InitialModel
 from ..engine.loading import quiet_transformers
 from ..env.base import Task
+from ..env.prompt_store import StoredPrompts
 from ..learner.step import scheduled_lr
 from ..methods.tables import task_options
 from ..record.resume_keys import MAY_CHANGE_ON_RESUME
 from ..record.trackers import check_trackers
+from ..types import Prompt
 from .hub import check_hub
 from .preflight import in_steps
 from .resolve import resolve
@@ -162,7 +164,22 @@ def build_task(spec: MethodSpec | Task) -> Task:
         raise ConfigError(f"env: task {task.name}: stop must be a tuple of texts, e.g. ({task.stop!r},)")
     if not task.train:
         raise ConfigError(f"env: task {task.name} has no training prompts")
+    for name, prompts in (("train", task.train), ("test", task.test)):
+        if not isinstance(prompts, StoredPrompts):
+            _require_places(name, prompts)
     return task
+
+
+def _require_places(name: str, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for a prompt that selectors, samplers and checkpoints would take for another."""
+    for place, prompt in enumerate(prompts):
+        if prompt.ordinal != place:
+            raise ConfigError(
+                f"env: prompt '{prompt.id}' is {name}[{place}], but its ordinal is {prompt.ordinal}; number prompts by "
+                "their place after a split: dataclasses.replace(prompt, ordinal=i)"
+            )
+        if not isinstance(prompt.messages, tuple | None):
+            raise ConfigError(f"env: the messages of prompt '{prompt.id}' must be a tuple; write messages=tuple(...)")
 
 
 # ---------------------------------------------------------------- TRL's arguments
@@ -219,14 +236,20 @@ def given_again(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in OWN - {"config"}}
 
 
-def refuse_resume(checkpoint: Any, run_dir: Path, resumed: bool) -> None:
-    """Raise ConfigError if `resume_from_checkpoint` is not the run that this trainer resumes."""
+def refuse_resume(checkpoint: Any, run_dir: Path, *, resumed: bool, latest: Path | None) -> None:
+    """Raise ConfigError if `resume_from_checkpoint` is not the run that this trainer resumes, or not its `latest`."""
     if not checkpoint:
         return
     asked_for = run_dir
     if checkpoint is not True:
         named = Path(checkpoint)
         asked_for = named.parent.parent if named.parent.name == "checkpoints" else named
+        ours = resumed and asked_for.resolve() == run_dir.resolve()
+        if ours and latest is not None and named.parent.name == "checkpoints" and named.name != latest.name:
+            raise ConfigError(
+                f"resume_from_checkpoint: {named.name} is not the newest, which is {latest.name}, and a run goes on from "
+                "that; to go back, remove the newer ones first"
+            )
     if resumed and asked_for.resolve() == run_dir.resolve():
         return
     raise ConfigError(
@@ -284,6 +307,7 @@ def _translate(values: dict[str, Any], changed: set[str], args: Any) -> set[str]
         values.pop("eval_steps", None)
     if strategy in ("no", "steps"):
         settled |= {"eval_strategy", "do_eval"}
+    values["save_total_limit"] = args.save_total_limit  # None: all, as here
     if args.use_cpu:
         values["device"] = "cpu"
     if args.fp16:

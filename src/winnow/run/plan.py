@@ -28,7 +28,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
     c, parameters, trained = trainer.config, trainer.learner.sizes.total, trainer.learner.sizes.trained
     rollouts = rollouts_per_step(trainer)
     example = prompt_example(trainer.task, trainer.tokenizer)
-    evaluations = c.max_steps // c.eval_steps + 1 if c.eval_steps else 0
+    evaluations = -(-c.max_steps // c.eval_steps) + 1 if c.eval_steps else 0
     sent = not (isinstance(trainer.learner, FsdpLearner) and trainer.learner.read)
     r, why, warnings = trainer.resolved, trainer.resolved.why, trainer.resolved.warnings
     return {

@@ -121,6 +121,8 @@ class Session:
             for ended in ("model", checkpoint.WRITING):  # of an earlier end of this run, which goes on now
                 shutil.rmtree(self.run_dir / ended, ignore_errors=True)
             self._look_at_agreement(self.loop.step)
+            if not parts.resolved.options.continuous:  # there it lands what is in flight, and a resume must not
+                self._compare_at = self.loop.step + 1
             self._notify("on_train_begin")
             if state is None and (evaluation := self._evaluate(0)) is not None:
                 require_judged(evaluation.groups)
@@ -243,6 +245,7 @@ class Session:
         sampler = self.parts.sampler
         if not isinstance(sampler, InProcessSampler) or hasattr(self.parts.engine, "close"):
             raise ConfigError(f"evaluate: what samples has ended with the run; run `winnow eval {self.run_dir}`")
+        rewarder.trainer_state = self.parts.rewarder.trainer_state
         sampler.runner.rewarder = rewarder
         return self._evaluated(self.parts.evaluate())
 
@@ -316,6 +319,7 @@ class Session:
         return self._evaluate_now(step) if self._callbacks.take("should_evaluate") or due else None
 
     def _evaluate_now(self, step: int) -> Evaluation:
+        self._at(step)
         with self._clock.phase("evaluate"):
             evaluated = self.parts.evaluate()
         self._evaluated_at = step

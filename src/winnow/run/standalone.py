@@ -90,6 +90,8 @@ def opened(
     config = resolved.config
     policy, engine = build_policy(resolved)
     rewarder = build_rewarder(config, task)
+    rewarder.trainer_state.global_step = config.max_steps if saved else 0  # of a run its end
+    rewarder.trainer_state.max_steps = config.max_steps
     assert engine is not None
     options = dict(resolved.rollout_options)
     options["train"] = replace(options["train"], greedy_baseline=False)

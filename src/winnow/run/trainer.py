@@ -172,10 +172,10 @@ class Trainer:
     def train(self, resume_from_checkpoint: Any = None) -> dict[str, float]:
         """Train to the end, once; return the last evaluation and totals.
 
-        `resume_from_checkpoint`: accepted, as in TRL, after `Trainer.resume`; else ConfigError. Raises RunStoppedError
-        when the run cannot make progress, and KeyboardInterrupt, after saving, when it is interrupted.
+        `resume_from_checkpoint`: the run that `Trainer.resume` got, or its newest checkpoint; else ConfigError. Raises
+        RunStoppedError when the run cannot make progress, and KeyboardInterrupt, after saving, when it is interrupted.
         """
-        refuse_resume(resume_from_checkpoint, self.run_dir, resumed=self._resumed)
+        refuse_resume(resume_from_checkpoint, self.run_dir, resumed=self._resumed, latest=self._checkpoint)
 
         def announce() -> None:
             self.console.print("finishing this step, then saving; once more to stop at once", style="yellow")
@@ -216,8 +216,8 @@ class Trainer:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the current policy as a Hugging Face model directory, adapters merged.
 
-        The run's folder has a config.json of its own. Without `output_dir`, or with the run's, the model is therefore
-        in its `model/`, which the end of a run writes, or in `model-at-step-N/` while it goes on.
+        The run's folder has a config.json of its own, and the end of a run writes its `model/`. Without `output_dir`, or
+        with one of these, the model is therefore in `model-at-step-N/` while the run goes on, then in `model/`.
         """
         target, finished = Path(output_dir or self.run_dir), self.run_dir / "model"
         exported = self._ended and getattr(self.learner, "model", None) is None  # by ranks, which have ended
@@ -226,9 +226,9 @@ class Trainer:
                 f"save_model: the run ended without {finished}; take the model of a checkpoint "
                 f"({self.run_dir}/checkpoints/step-N/model), or end the run: Trainer.resume('{self.run_dir}').finish()"
             )
-        if target.resolve() == self.run_dir.resolve():
-            target = self.run_dir / ("model" if self._ended else f"model-at-step-{self.state.global_step}")
-            warnings.warn(f"save_model: the model is in {target}, as the run's files are in its folder", stacklevel=2)
+        if target.resolve() == self.run_dir.resolve() or (target.resolve() == finished.resolve() and not self._ended):
+            target = finished if self._ended else self.run_dir / f"model-at-step-{self.state.global_step}"
+            warnings.warn(f"save_model: the model is in {target}; the run's own files are in its folder", stacklevel=2)
         if exported:
             if target.resolve() != finished.resolve():
                 shutil.copytree(finished, target, dirs_exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import islice, pairwise
@@ -144,9 +145,15 @@ def _rollout_state(rollout: Rollout, prompt_ids: tuple[int, ...]) -> dict[str, A
 
 
 def _turn_state(turn: Turn) -> dict[str, Any]:
-    """Encode a turn; of an observation of messages its text."""
+    """Encode a turn; of an observation of messages its text, and a message as text, as a call may have any number."""
     state = {name: getattr(turn, name) for name in _TURN}
+    state["message"] = None if turn.message is None else json.dumps(turn.message)
     return state | {"observation": None if turn.observation is None else str(turn.observation)}
+
+
+def _turn_from(state: Mapping[str, Any]) -> Turn:
+    message = state["message"]
+    return Turn(**{**state, "message": json.loads(message) if isinstance(message, str) else message})
 
 
 def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], left: Iterator[Any]) -> Rollout:
@@ -157,7 +164,7 @@ def _rollout_from(state: Mapping[str, Any], prompt_ids: tuple[int, ...], left: I
         raise ValueError("rollout: shapes or dtypes of tokens, mask, log-probabilities and versions do not match")
     values = {**state, **dict(zip(ARRAYS, arrays, strict=True))}
     values["prompt_ids"] = tuple(state["prompt_ids"]) if "prompt_ids" in state else prompt_ids
-    values["turns"] = [Turn(**t) for t in state["turns"]]
+    values["turns"] = [_turn_from(t) for t in state["turns"]]
     values["decisions"] = [_decision_from(d) for d in state["decisions"]]
     values["fate"] = Fate(state["fate"]) if state["fate"] else None
     later = state["later_segments"]

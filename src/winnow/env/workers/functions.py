@@ -109,10 +109,12 @@ LOGGERS = ("log_metric", "log_extra")
 
 
 def _loggable(value: Any) -> Any:
-    """Return a number, text, boolean or None unchanged, all else as text."""
+    """Return a finite number of 64 bits, text, boolean or None unchanged, all else as text."""
     if getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) and abs(value) >= 1 << 63:  # a checkpoint takes no such number
         return str(value)
     return value if isinstance(value, str | bool | int | float | None) else str(value)
 
