@@ -113,7 +113,7 @@ def test_quantized_weights_are_refused() -> None:
     none = {"tools": None, "environment_factories": None, "rollout_func": None}
     for kind in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
         model = SimpleNamespace(**{kind: True})
-        with pytest.raises(ConfigError, match="quantization_config: .*the engine needs whole weights"):
+        with pytest.raises(ConfigError, match=r"quantization_config: .*the engine needs whole weights"):
             check_engine(SimpleNamespace(args=args, accelerator=accelerator, model=model, **none))
 
 

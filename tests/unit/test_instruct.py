@@ -77,7 +77,7 @@ def test_prompts_that_leave_a_completion_too_little_room_are_counted_at_the_star
     chat_model: Path, tmp_path: Path
 ) -> None:
     engine = {"name": "local", "max_length": 64}
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning, match="training prompts have over") as said:
         trainer(chat_model, tmp_path, ["c", "d" * 42, "e" * 60], settings={"engine": engine})
     text = " ".join(str(one.message) for one in said)
     assert "1 of 3 training prompts have over 60 tokens and leave completions less room" in text

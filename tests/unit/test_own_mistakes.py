@@ -86,8 +86,11 @@ def test_a_task_whose_stop_is_one_text() -> None:
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        (Prompt("b", 0, text="?"), r"env: prompt 'b' is train\[1\], but its ordinal is 0; number prompts by their place"),
-        (Prompt("b", 1, messages=[{"role": "user"}]), "env: the messages of prompt 'b' must be a tuple"),  # type: ignore[arg-type]
+        (
+            Prompt("b", 0, text="?"),
+            r"env: prompt 'b' is train\[1\], but its ordinal is 0; number prompts by their place",
+        ),
+        (Prompt("b", 1, messages=[{"role": "user"}]), "env: the messages of prompt 'b' must be a tuple"),  # type: ignore
     ],
 )
 def test_prompts_of_an_own_task_that_would_be_taken_for_others(prompt: Prompt, said: str) -> None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from glob import glob, has_magic
-from pathlib import Path
 from typing import Any
 
 from ..base.sanitize import home

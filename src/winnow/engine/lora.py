@@ -224,7 +224,9 @@ def _require_ranks(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> Non
     """Check ranks before peft allocates the layers that the settings describe, of any size."""
     most = max((max(t.shape, default=0) for n, t in tensors.items() if ".lora_" in n), default=0)
     if wrong := [r for r in adapter.all_ranks if not 0 < r <= most]:
-        raise ConfigError(f"model: {adapter.name}: rank {_shown(wrong[0])} is not that of the weights; restore the file")
+        raise ConfigError(
+            f"model: {adapter.name}: rank {_shown(wrong[0])} is not that of the weights; restore the file"
+        )
 
 
 def _resize(base: Any, tensors: Mapping[str, torch.Tensor]) -> None:

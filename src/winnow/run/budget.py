@@ -216,7 +216,7 @@ class Budget:
             budget = replace(budget, recomputed=values["gradient_checkpointing"])
         if self.learner and c.tokens_per_microbatch == "auto":
             empty = replace(budget, tokens=0)
-            each = empty._activations() + self._mask_bytes(AT_MOST)
+            each = empty._activations() + AT_MOST * (2 if c.dtype in HALF else 4)
             tokens = max(0, empty._left("update")) // max(1, each)
             values["tokens_per_microbatch"] = max(AT_LEAST, min(AT_MOST, tokens))
             budget = replace(budget, tokens=values["tokens_per_microbatch"])
@@ -314,7 +314,7 @@ class Budget:
         elif c.dtype in HALF:
             parts["half-precision copies"] = 2 * (shapes.parameters - (shapes.matrices if self._half_base else 0))
         parts["activations"] = tokens * self._activations()
-        parts["mask of prefix trees"] = self._tokens * self._mask_bytes(self._tokens)
+        parts["mask of prefix trees"] = self._tokens**2 * (2 if c.dtype in HALF else 4)
         parts["head"] = 3 * 4 * min(SLICE_ELEMENTS["cuda"], tokens * shapes.vocab_size)
         return parts
 
@@ -339,14 +339,14 @@ class Budget:
         feed_forward = 8 * shapes.hidden + 3 * each * shapes.intermediate
         keys = slots * columns * (shapes.kv_elements + 1) * each
         filtered = (not c.top_k and (c.top_p < 1 or c.min_p > 0)) or (not c.eval_top_k and c.eval_top_p < 1)
-        drawing = 25 if filtered else 8  # weights, and with filters the same sorted, twice summed in float64
         return {
             "keys and values": keys,
             **({"keys and values between turns": keys} if self.several_turns else {}),
             # And once more what they begin with alike.
             "prompts": (tokens + c.max_prompt_length) * shapes.kv_elements * each,
             "prefill": min(tokens, PREFILL_TOKENS) * max(attention, feed_forward),
-            "logits": slots * shapes.vocab_size * (each + drawing),
+            # And weights; with filters these sorted, twice summed in float64.
+            "logits": slots * shapes.vocab_size * (each + (25 if filtered else 8)),
         }
 
     def _least_of_vllm(self, sequences: int = 0) -> int:

@@ -247,8 +247,8 @@ def refuse_resume(checkpoint: Any, run_dir: Path, *, resumed: bool, latest: Path
         ours = resumed and asked_for.resolve() == run_dir.resolve()
         if ours and latest is not None and named.parent.name == "checkpoints" and named.name != latest.name:
             raise ConfigError(
-                f"resume_from_checkpoint: {named.name} is not the newest, which is {latest.name}, and a run goes on from "
-                "that; to go back, remove the newer ones first"
+                f"resume_from_checkpoint: {named.name} is not the newest, which is {latest.name} and where a run goes "
+                "on; to go back, remove the newer ones first"
             )
     if resumed and asked_for.resolve() == run_dir.resolve():
         return

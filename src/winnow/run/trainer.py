@@ -216,8 +216,8 @@ class Trainer:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the current policy as a Hugging Face model directory, adapters merged.
 
-        The run's folder has a config.json of its own, and the end of a run writes its `model/`. Without `output_dir`, or
-        with one of these, the model is therefore in `model-at-step-N/` while the run goes on, then in `model/`.
+        The run's folder has a config.json of its own, and the end of a run writes its `model/`. Without `output_dir`,
+        or with one of these, the model is therefore in `model-at-step-N/` while the run goes on, then in `model/`.
         """
         target, finished = Path(output_dir or self.run_dir), self.run_dir / "model"
         exported = self._ended and getattr(self.learner, "model", None) is None  # by ranks, which have ended
