@@ -157,7 +157,9 @@ def test_another_wheel_is_refused_and_nothing_is_left(package: Path, cache: Path
 
 def test_without_gguf_the_original_weights_are_named(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"gguf is needed; .* or set model to 'nobody/tiny', which comes from the hub"):
+    with pytest.raises(
+        ConfigError, match=r"gguf is needed; .* or set model to 'nobody/tiny', which comes from the hub"
+    ):
         get(NAME, lambda _: None)
 
 

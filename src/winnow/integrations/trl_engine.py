@@ -158,7 +158,11 @@ def unmerged(model: Any) -> str:
             if value and key not in {*TRAINED, *UNUSED, "bias", "revision"}:
                 return f"{key}={value!r}"
     first = model.get_input_embeddings() if adapters else None
-    if first is not None and hasattr(first, "get_delta_weight") and first.weight is model.get_output_embeddings().weight:
+    if (
+        first is not None
+        and hasattr(first, "get_delta_weight")
+        and first.weight is model.get_output_embeddings().weight
+    ):
         return "an adapter on embeddings that are tied to the head"
     return ""
 

@@ -345,8 +345,7 @@ class Budget:
             # And once more what they begin with alike.
             "prompts": (tokens + c.max_prompt_length) * shapes.kv_elements * each,
             "prefill": min(tokens, PREFILL_TOKENS) * max(attention, feed_forward),
-            # And weights; with filters these sorted, twice summed in float64.
-            "logits": slots * shapes.vocab_size * (each + (25 if filtered else 8)),
+            "logits": slots * shapes.vocab_size * (each + (25 if filtered else 8)),  # and weights; filters sort and sum
         }
 
     def _least_of_vllm(self, sequences: int = 0) -> int:
