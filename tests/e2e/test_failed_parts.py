@@ -47,7 +47,7 @@ def test_an_evaluation_without_a_judged_rollout_ends_no_run(tiny_config: Config)
     assert "held-out rollouts failed (100%)" in warning
     assert "the judge is away" in warning
     rows = [row for row in metrics_of(run) if "eval/failed" in row]
-    assert [row["eval/failed"] for row in rows] == [0.0, 0.0, 1.0, 1.0, 0.0]
+    assert [row["eval/failed"] for row in rows] == [0.0, 1.0, 1.0, 0.0, 0.0]
     assert ["eval/pass@1" in row for row in rows] == [True, True, False, False, True]
 
 

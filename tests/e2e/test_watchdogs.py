@@ -16,6 +16,7 @@ from winnow.base.weights import Weights, state_of
 from winnow.config import validate
 from winnow.engine import ModelReference
 from winnow.engine.local.engine import LocalEngine
+from winnow.record.stop_conditions import RunStoppedError
 from winnow.record.watchdogs import GAP, Watchdogs
 from winnow.rollout.evaluate import Evaluation
 from winnow.run.session import Session
@@ -100,6 +101,10 @@ def test_a_resume_that_leaves_the_sampler_on_initial_weights(tiny_config: dict[s
     assert run(config) == {}
     directory = Path(config["output_dir"])
     shutil.rmtree(directory / "checkpoints" / "step-000004")
+    if lag:  # stale tokens differ anyway, so the comparison after the first update finds it
+        with pytest.raises(RunStoppedError, match="its log-probabilities are not the learner's"):
+            run(config, resume=True)
+        return
     said = run(config, resume=True)
     assert [*said] == [3], "before the first step of the resumed run"
     assert "It may have kept old ones (after a resume" in said[3]

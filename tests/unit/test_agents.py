@@ -245,7 +245,7 @@ def test_the_prompt_of_a_row_may_be_long(tokenizer):
     """The policy never sees it: an agent's requests are the prompts."""
     task = with_agent(OneTurn(), chat)
     options = RolloutOptions(SamplingParams(8), max_prompt_length=4, seed=0)
-    check_prompts(options, task, tokenizer, None)
+    check_prompts(options, task, tokenizer, None, None)
     runner = RolloutRunner(Scripted(tokenizer, [["yes"]]), task, tokenizer, Rewarder([]), {"probe": options})
     runner.launch(Job(Visit(0, 0, task.train[0]), 1, "probe"))
     (group,) = runner.poll()

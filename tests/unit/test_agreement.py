@@ -218,7 +218,7 @@ def test_probes_are_in_the_account(tiny_config: dict[str, Any], monkeypatch: pyt
     Trainer(config=config | {"reward_funcs": [f"{parity.__file__}:parity_reward"]}).train()
     shutil.rmtree(run / "checkpoints" / "step-000002")
     Trainer.resume(run).train()
-    assert len(tokens) == 3
+    assert len(tokens) == (3 if sync == "in_process" else 4), "with a lag also after the first update of a resume"
     assert min(tokens) > 0
     with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
         found, proof = ledger.totals(), ledger.verify()

@@ -157,12 +157,8 @@ def unmerged(model: Any) -> str:
         for key, value in adapter.to_dict().items():
             if value and key not in {*TRAINED, *UNUSED, "bias", "revision"}:
                 return f"{key}={value!r}"
-    first = model.get_input_embeddings() if adapters else None
-    if (
-        first is not None
-        and hasattr(first, "get_delta_weight")
-        and first.weight is model.get_output_embeddings().weight
-    ):
+    first: Any = model.get_input_embeddings() if adapters else None
+    if hasattr(first, "get_delta_weight") and first.weight is model.get_output_embeddings().weight:
         return "an adapter on embeddings that are tied to the head"
     return ""
 

@@ -121,7 +121,7 @@ class Session:
             for ended in ("model", checkpoint.WRITING):  # of an earlier end of this run, which goes on now
                 shutil.rmtree(self.run_dir / ended, ignore_errors=True)
             self._look_at_agreement(self.loop.step)
-            if not parts.resolved.options.continuous:  # there it lands what is in flight, and a resume must not
+            if c.max_lag and not parts.resolved.options.continuous:  # there it lands what is in flight
                 self._compare_at = self.loop.step + 1
             self._notify("on_train_begin")
             if state is None and (evaluation := self._evaluate(0)) is not None:

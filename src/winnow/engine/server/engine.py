@@ -79,10 +79,7 @@ class ServerEngine:
         slots: int,
         max_length: int | None,
     ) -> None:
-        """`config`: the server's. The others: see `ServerOptions`.
-
-        Raises ConfigError when it has another model, ServerError when it does not answer.
-        """
+        """`config`: the server's. Raises ConfigError when it has another model, ServerError when it does not answer."""
         policy = model.described()
         self.version = 0
         self.dtype = str(config["model_config"].get("dtype", "unknown")).removeprefix("torch.")
