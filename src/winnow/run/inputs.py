@@ -18,7 +18,7 @@ from ..engine.loading import quiet_transformers
 from ..env.base import Task
 from ..learner.step import scheduled_lr
 from ..methods.tables import task_options
-from ..record.resume_keys import MAY_CHANGE_ON_RESUME
+from ..record.resume_keys import MAY_CHANGE_ON_RESUME, MEMORY_OPTIONS
 from ..record.trackers import check_trackers
 from .hub import check_hub
 from .preflight import in_steps
@@ -328,9 +328,6 @@ def _lora(peft_config: Any) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- changes on a resume
-
-MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sleep"})
-"""Engine options that bound its memory."""
 
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
