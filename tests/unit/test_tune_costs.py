@@ -113,9 +113,6 @@ def test_predictions_are_monotonic(machine: Machine) -> None:
     dearer: dict[str, Any] = {}
     add(dearer, TRUE["generate"], 2.0)
     assert per_step({}, costs=Costs(TRUE | {"generate": dearer})) > batches[1]
-    drafts = [per_step({"speculative": True}, drafts=ratio) for ratio in (0.5, 1.0)]
-    assert drafts == sorted(drafts)
-    assert drafts[1] == per_step({})
 
 
 def test_sampler_processes_overlap_with_the_update(machine: Machine) -> None:
@@ -150,6 +147,22 @@ def test_what_a_run_refuses_is_not_predicted(machine: Machine) -> None:
 def test_gates_are_refused(machine: Machine) -> None:
     with pytest.raises(ConfigError, match="gates: they decide by tokens"):
         predict(config(gates=[{"name": "random", "k": 2}]), build_task(ENV).train, machine)
+
+
+def test_costs_are_measured_at_a_rate_of_0_whatever_the_schedule() -> None:
+    """And on the engine of the run: some refuse drafts, and `auto` would take another one for them."""
+    c = config(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=3)
+    measured = []
+
+    def run(name: str, changes: Any, limits: Any, prediction: Any) -> Any:
+        measured.append(validate(c.model_dump() | changes))
+        return SimpleNamespace(warm=True)
+
+    of_call = {"left": lambda part: 1.0, "_sizes": lambda times: (4, 4), "_machine": list}
+    tuning: Any = SimpleNamespace(c=c, run=run, runs={}, **of_call)
+    Tuning.measure(tuning)
+    (used,) = measured
+    assert (used.learning_rate, used.lr_scheduler_type, used.speculative) == (0, "constant", False)
 
 
 def test_contenders_run_for_equal_seconds() -> None:

@@ -57,8 +57,11 @@ MOST_GROUPS, FEWEST_GROUPS = 8_000, 200
 SIMULATIONS = 30
 """Simulations that a search takes, about."""
 FOLLOWS = "follows prompts_per_step by its square root"
-WHILE_MEASURING = ("selector", "group_size", "gates", "audit", "reuse", "sync")
-"""Keys at their default while costs are measured."""
+WHILE_MEASURING = (
+    *("selector", "group_size", "gates", "audit", "reuse", "sync"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "lr_end", "lr_decay_steps", "warmup_steps"),
+)
+"""Keys at their default while costs are measured, at a learning rate of 0, which some schedules refuse."""
 
 
 class Tuning:
@@ -128,7 +131,6 @@ class Tuning:
         """Run a few settings without learning, and fit costs to their steps. Raises ConfigError if none can run."""
         c, fitted = self.c, list[BriefRun]()
         plain = {key: RunConfig.model_fields[key].get_default() for key in WHILE_MEASURING} | {"learning_rate": 0.0}
-        again = c.max_steps * c.prompts_per_step > len(self.task.train)
         sizes = list(dict.fromkeys((*map(self._sizes, SIZES), self._sizes(HELD_OUT))))
         for number, (prompts, siblings) in enumerate(sizes):
             last = number == len(sizes) - 1 > 0
@@ -136,8 +138,8 @@ class Tuning:
             if fitted and self.left("measure") <= 0 and name not in self.runs:
                 self.note("minutes: too few to measure every batch and group size; predictions are less certain")
                 break
-            changes = plain | {"prompts_per_step": prompts, "num_generations": siblings}
-            changes |= {"speculative": not number and again, "seed": c.seed + TUNING_SEED + number}
+            sized = {"prompts_per_step": prompts, "num_generations": siblings}
+            changes = plain | sized | {"seed": c.seed + TUNING_SEED + number}
             prediction = self._predicted(changes, self._machine(fitted), MEASURED_STEPS) if last else None
             seconds = max(1.0, self.left("measure")) / (len(sizes) - number)
             run = self.run(name, changes, Limits(seconds, MEASURED_STEPS, measures=True), prediction)
@@ -160,9 +162,7 @@ class Tuning:
         costs = Costs.fitted([step for run in runs for step in run.warm])
         update_s = sum(costs.of(run.ratios_work, "update") for run in runs)
         ratios = sum(run.ratios_s for run in runs) / max(1e-9, update_s)
-        return Machine(
-            costs, Shapes(seen), policy, runs[0].slots, runs[0].drafts, ratios, resolve_device(self.c.device).type
-        )
+        return Machine(costs, Shapes(seen), policy, runs[0].slots, ratios, resolve_device(self.c.device).type)
 
     # ---- simulate ------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Tuning:
             given = self._predicted({}, machine)
         tried: list[tuple[dict[str, Any], Prediction]] = [({}, given)]
         best, of_best = tried[0]
-        for name, options in self._dimensions(machine):
+        for name, options in self._dimensions():
             found = best, of_best
             for option in options:
                 changes = self._with_rate(best | option)
@@ -219,7 +219,7 @@ class Tuning:
             self.say(f"{name}: {of_best.per_signal / given.per_signal:.2f} of the given configuration's seconds")
         return tried
 
-    def _dimensions(self, machine: Machine) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    def _dimensions(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         """Yield what is tried, one dimension after another."""
         c = self.c
         yield "selector", [{"selector": name} for name, cls in SELECTORS.items() if getattr(cls, "wants_signal", False)]
@@ -228,8 +228,6 @@ class Tuning:
         yield "group size", [{"num_generations": self._sizes((1, x))[1]} for x in (0.5, 2)]
         yield "batch", [{"prompts_per_step": self._sizes((x, 1))[0]} for x in (0.5, 2)]
         yield "reuse", [{"reuse": None}, *({"reuse": {"updates": n}} for n in (2, 4))]
-        if machine.drafts != 1:
-            yield "drafts", [{"speculative": False}, {"speculative": True}]
         if (cores := usable_threads()) > 1:
             default = RunConfig.model_fields["rollout_batch"].default
             processes = [{"name": "processes", "samplers": n} for n in sorted({1, cores - 1})]
@@ -350,7 +348,6 @@ def tune(
         "changes": best.changes,
         "reasons": {key: tuning.reasons[_text({key: value})] for key, value in best.changes.items()},
         "costs_s": {} if machine is None else machine.costs.seconds,
-        "drafts": 1.0 if machine is None else machine.drafts,
         "predicted": [_of_prediction(*each) for each in ranked if each[1].seconds],
         "runs": [_of_run(name, run) for name, run in tuning.runs.items() if run.warm],
         "notes": tuning.notes,
