@@ -79,8 +79,8 @@ class Tuning:
         self.c = in_steps(c, len(self.task.train))
         self.folder, self.say, self.clock = folder, say, clock
         self.notes: list[str] = []
-        self.reasons: dict[str, str] = {}
-        """Why a key takes a value, by `key=value`."""
+        self.reasons: dict[str, dict[str, str]] = {}
+        """Why each key takes its value, by the text of all changes."""
         self._groups = min(MOST_GROUPS, self.c.max_steps * self.c.prompts_per_step)
         self._seconds, self._began = 60 * minutes, clock()
         private_directory(folder)
@@ -208,11 +208,10 @@ class Tuning:
                     continue
                 tried.append((changes, prediction))
                 saved = 1 - prediction.per_signal / of_best.per_signal
-                for key in (key for key, value in changes.items() if value != best.get(key)):
-                    reason = (
-                        f"{abs(saved):.0%} {'fewer' if saved > 0 else 'more'} seconds to equal signal, by prediction"
-                    )
-                    self.reasons[_text({key: changes[key]})] = reason if key in option else FOLLOWS
+                reason = f"{abs(saved):.0%} {'fewer' if saved > 0 else 'more'} seconds to equal signal, by prediction"
+                changed = [key for key, value in changes.items() if (key, value) not in best.items()]
+                new = {key: reason if key in option else FOLLOWS for key in changed}
+                self.reasons[_text(changes)] = self.reasons.get(_text(best), {}) | new
                 if prediction.per_signal < (1 - WORTHWHILE) * found[1].per_signal:
                     found = tried[-1]
             best, of_best = found
@@ -257,7 +256,8 @@ class Tuning:
         """
         given = next(prediction for changes, prediction in ranked if not changes)
         few = [each for each in ranked if each[1].per_signal < given.per_signal][:CONTENDERS]
-        runs = [self.run(GIVEN, {}, Limits(self.left("run") / (1 + len(few))), given)]
+        most = min(self.left("run") / (1 + len(few)), self.left("learning rate") / (1 + len(few) + len(RATES)))
+        runs = [self.run(GIVEN, {}, Limits(most), given)]
         if not runs[0].warm:
             raise ConfigError(runs[0].stopped)
         seconds = sum(sum(step.seconds.values()) for step in runs[0].steps)
@@ -294,8 +294,8 @@ class Tuning:
             return best
         if highest is not best:
             means = f"{highest.mean_passed:.3f}, at {rate:g} {best.mean_passed:.3f}"
-            chosen = {"learning_rate": highest.changes["learning_rate"]}
-            self.reasons[_text(chosen)] = f"mean held-out pass@1 over {seconds:.0f} s is {means}"
+            new = {"learning_rate": f"mean held-out pass@1 over {seconds:.0f} s is {means}"}
+            self.reasons[_text(highest.changes)] = self.reasons.get(_text(best.changes), {}) | new
         return highest
 
     def _noise(self, run: BriefRun) -> float:
@@ -346,7 +346,7 @@ def tune(
         raise KeyboardInterrupt(f"{len(tuning.runs)} runs are in {folder}; the same command continues") from None
     return {
         "changes": best.changes,
-        "reasons": {key: tuning.reasons[_text({key: value})] for key, value in best.changes.items()},
+        "reasons": {key: tuning.reasons[_text(best.changes)][key] for key in best.changes},
         "costs_s": {} if machine is None else machine.costs.seconds,
         "predicted": [_of_prediction(*each) for each in ranked if each[1].seconds],
         "runs": [_of_run(name, run) for name, run in tuning.runs.items() if run.warm],
