@@ -141,15 +141,11 @@ class Records:
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
         """Append a line to metrics.jsonl and send it to trackers. FloatingPointError on a non-finite value."""
-        self.write(metrics)
-        self.track(metrics)
-
-    def write(self, metrics: Mapping[str, float]) -> None:
-        """Append a line to metrics.jsonl alone."""
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise FloatingPointError(f"metrics: not finite ({', '.join(bad)})")
         self._append(METRICS, [metrics])
+        self.track(metrics)
 
     def track(self, metrics: Mapping[str, float]) -> None:
         """Send metrics to the trackers alone."""

@@ -200,8 +200,8 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Evaluate the current policy, also after training; return held-out metrics such as `eval/pass@1`.
 
-        Trackers and callbacks get them, too; after training, only trackers' runs that you opened. Raises ConfigError
-        without held-out data, or after training with samplers in other processes.
+        They are logged like a step's metrics; after training, only callbacks and trackers' runs that you opened get
+        them. Raises ConfigError without held-out data, or after training with samplers in other processes.
         """
         require_held_out(self.task)
         if self._ended and self._session is not None:
