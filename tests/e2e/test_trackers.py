@@ -128,6 +128,42 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     assert len([w for w in said if "report_to" in str(w.message)]) == 1
 
 
+def test_a_tracker_that_is_dropped_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its run would seem to go on."""
+    closed = []
+
+    class Full:
+        def __init__(self, *args: Any) -> None: ...
+
+        def log(self, *args: Any) -> None:
+            raise OSError("disk full")
+
+        def close(self, *, failed: bool) -> None:
+            closed.append(failed)
+
+    monkeypatch.setitem(TRACKERS, "mlflow", Full)
+    opened = Trackers(tmp_path, {"report_to": ["mlflow"]}, None)
+    with pytest.warns(UserWarning, match="report_to: mlflow failed and is off"):
+        opened.log({"step": 1}, 1)
+    opened.close()
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("eval/pass@1", "eval/pass_at_1"),
+        ("rewards/<lambda>/mean", "rewards/_lambda_/mean"),
+        ("acc>0.5: a-b", "acc_0.5: a-b"),
+        ("/a//b/../c/", "a/c"),
+    ],
+)
+def test_mlflow_takes_every_name(name: str, taken: str) -> None:
+    validation = pytest.importorskip("mlflow.utils.validation")
+    assert trackers.mlflow_name(name) == taken
+    validation._validate_metric_name(taken)
+
+
 def test_a_tracker_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://")
     settings = as_saved(validate({"model": "m", "env": "countdown", "report_to": ["mlflow"]}))
