@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,25 +129,44 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     assert len([w for w in said if "report_to" in str(w.message)]) == 1
 
 
-def test_a_tracker_that_is_dropped_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or its run would seem to go on."""
-    closed = []
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """With what `failed` a tracker was closed that cannot log a metric `bad`."""
+    known: list[bool] = []
 
-    class Full:
+    class Listens:
         def __init__(self, *args: Any) -> None: ...
 
-        def log(self, *args: Any) -> None:
-            raise OSError("disk full")
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            if "bad" in metrics:
+                raise OSError("disk full")
 
         def close(self, *, failed: bool) -> None:
-            closed.append(failed)
+            known.append(failed)
 
-    monkeypatch.setitem(TRACKERS, "mlflow", Full)
-    opened = Trackers(tmp_path, {"report_to": ["mlflow"]}, None)
-    with pytest.warns(UserWarning, match="report_to: mlflow failed and is off"):
-        opened.log({"step": 1}, 1)
+    monkeypatch.setitem(TRACKERS, "tensorboard", Listens)
+    return known
+
+
+def test_a_tracker_that_is_dropped_is_closed(tmp_path: Path, closed: list[bool]) -> None:
+    """Or its run would seem to go on."""
+    opened = Trackers(tmp_path, {"report_to": ["tensorboard"]}, None)
+    with pytest.warns(UserWarning, match="report_to: tensorboard failed and is off"):
+        opened.log({"bad": 1.0}, 1)
     opened.close()
     assert closed == [True]
+
+
+def test_an_interrupted_run_has_not_failed(tiny_config: dict[str, Any], closed: list[bool]) -> None:
+    trainer = Trainer(config=tiny_config | {"report_to": ["tensorboard"]}, reward_funcs=parity_reward)
+    trainer.step()
+    trainer.stop()
+    with pytest.raises(KeyboardInterrupt, match="saved at step"):
+        trainer.train()
+    with suppress(KeyboardInterrupt), Trainer.resume(trainer.run_dir, reward_funcs=parity_reward) as trainer:
+        trainer.step()
+        raise KeyboardInterrupt
+    assert closed == [False, False]
 
 
 @pytest.mark.parametrize(

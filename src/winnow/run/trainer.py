@@ -271,7 +271,7 @@ class Trainer:
         if done and kind is None and not self._ended:
             self.finish()
         else:  # an error between two steps loses nothing either
-            self._leave(failed=kind is not None)
+            self._leave(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
 
     @contextmanager
     def _running(self) -> Iterator[Session]:
@@ -291,8 +291,8 @@ class Trainer:
         except LearnerLostError as error:  # its weights are lost; only the last checkpoint is left
             self._end(failed=True)
             raise RunStoppedError(f"{error}\ngo on with: winnow resume {self.run_dir}") from None
-        except BaseException:
-            self._end(failed=True)
+        except BaseException as error:
+            self._end(failed=not isinstance(error, KeyboardInterrupt))  # an interrupted run goes on later
             raise
 
     def _open_session(self) -> Session:
