@@ -11,7 +11,7 @@ knows policy versions and steps as numbers, but no learner, weights or evaluatio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, PositiveInt, TypeAdapter
@@ -28,7 +28,7 @@ from .methods.select import StreamSelector
 from .methods.size import GroupSize, checked_additional_size, checked_size
 from .record.account import Account
 from .record.failures import FailureWatch, cause_of
-from .record.step_metrics import Tally, TokenState, TokenTotals
+from .record.step_metrics import Tally, TokenTotals
 from .record.stop_conditions import Limits, RunStoppedError, StopConditions, nothing_left
 from .reuse import Reuse, UsedState
 from .rollout.in_flight import zero_unrewarded_truncated
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
         return [*self.groups, *self.again]
 
 
-class CollectorState(TokenState):
+class CollectorState(TokenTotals):
     skipped_steps: Count
     solved_steps: Count
     undecided: str
@@ -105,7 +105,7 @@ class Collector:
     """Seconds of the current step, and of recording the one before."""
 
     def __post_init__(self) -> None:
-        self.totals = TokenTotals()
+        self.totals = TokenTotals(num_tokens=0, num_decoded_tokens=0, num_computed_tokens=0)
         self.stop: RunStoppedError | None = None
         """Error that ends the run, once no progress is possible."""
         self.tally = Tally(self.judge)
@@ -139,7 +139,7 @@ class Collector:
             for group in surplus:
                 self._book(step, group, Fate.SURPLUS, "the batch was already full")
         if self.stop is not None and not groups:
-            self.totals.add(self.tally)
+            self.totals = self.totals.with_step(self.tally)
         return Batch(groups, finished, again)
 
     def fill(self, step: int, *, ahead: bool = False, land: bool = False) -> list[Group]:
@@ -185,7 +185,7 @@ class Collector:
         failpoint("trained")
         if self.reuse is not None and update["updated"]:
             self.reuse.trained(batch.groups)
-        self.totals.num_teacher_tokens += int(update.get("teacher/tokens", 0))
+        self.totals = self.totals.plus(num_teacher_tokens=int(update.get("teacher/tokens", 0)))
         useless = self._stop_conditions.of_step(step, batch.trained_on, update, self.tally)
         self._untrained = self._stop_conditions.untrained(batch.trained_on, update, self.tally)
         self.stop = self.stop or useless
@@ -200,7 +200,7 @@ class Collector:
     def end_step(self, step: int, groups: list[Group], update: Mapping[str, float]) -> dict[str, float]:
         """Close the account of the step from version `step`; return its metrics. `update`: metrics from elsewhere."""
         metrics = self.tally.metrics()
-        self.totals.add(self.tally)
+        self.totals = self.totals.with_step(self.tally)
         metrics |= {**self.totals.metrics(), "groups/effective": float(len(groups))}
         metrics |= {**update, **self._method_metrics, **self.selector.metrics(), "step": step + 1}
         metrics |= {} if self.reuse is None else self.reuse.metrics
@@ -335,7 +335,7 @@ class Collector:
         if not self.pace.can_checkpoint():
             raise RuntimeError("a checkpoint is taken between steps only, with no group in flight")
         return {
-            **asdict(self.totals),
+            **self.totals.model_dump(),
             "skipped_steps": self._stop_conditions.skipped_steps,
             "solved_steps": self._stop_conditions.solved_steps,
             "undecided": self.judge.success.undecided,
@@ -355,7 +355,7 @@ class Collector:
     def load_state_dict(self, state: Mapping[str, Any] | CollectorState) -> None:
         """Restore a state. Raises ValueError on one that this configuration cannot have."""
         saved = CollectorState.of(state)
-        self.totals = TokenTotals.of(saved)
+        self.totals = TokenTotals.of(saved.model_dump(include=set(TokenTotals.model_fields)))
         conditions = self._stop_conditions
         conditions.skipped_steps, conditions.solved_steps = saved.skipped_steps, saved.solved_steps
         if not self.judge.success.declared:

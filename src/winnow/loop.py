@@ -83,7 +83,7 @@ class Loop:
                 self.one_step()
             except SamplersLostError as error:
                 if self.step == step and self.collector.tally is not before:  # a step that did not take place
-                    self.collector.totals.add(self.collector.tally)
+                    self.collector.totals = self.collector.totals.with_step(self.collector.tally)
                 self._stop(error)
         if self.collector.stop is not None and not self._has_more():
             self.hooks.save(self.step, True)

@@ -14,7 +14,7 @@ from tests.parity import parity_reward
 from winnow import ConfigError, Trainer, TrainerCallback, TrainerControl, TrainerState
 from winnow.record.records import RunDirectoryError
 
-from ..builders.runs import assert_clean, fingerprint
+from ..builders.runs import assert_clean, fingerprint, metrics_of
 
 
 class Heard(TrainerCallback):
@@ -109,6 +109,19 @@ def test_ending_early_with_a_model(config: dict[str, Any], tmp_path: Path) -> No
     assert_clean(Path(config["output_dir"]))
     again = Trainer.resume(config["output_dir"], reward_funcs=parity_reward)
     assert again.train()["step"] == 3
+
+
+def test_evaluations_of_a_loop_are_among_the_metrics(config: dict[str, Any]) -> None:
+    config |= {"eval_steps": None}
+    with Trainer(config=config, reward_funcs=parity_reward) as trainer:
+        returned = [trainer.evaluate()]
+        trainer.step()
+        returned.append(trainer.evaluate())
+    rows = [row for row in metrics_of(Path(config["output_dir"])) if "eval/pass@1" in row]
+    assert [(row["step"], row["eval/pass@1"]) for row in rows] == [(n, returned[n]["eval/pass@1"]) for n in (0, 1)]
+    with Trainer.resume(config["output_dir"], reward_funcs=parity_reward) as trainer:
+        trainer.step()
+        assert sum("eval/pass@1" in row for row in trainer.state.log_history) == 2
 
 
 def test_evaluation_needs_held_out_prompts(config: dict[str, Any]) -> None:

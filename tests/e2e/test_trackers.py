@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,61 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     with pytest.warns(UserWarning, match=r"report_to: tensorboard failed and is off for the rest .*disk full") as said:
         Trainer(config=tiny_config | {"report_to": ["tensorboard"]}, reward_funcs=parity_reward).train()
     assert len([w for w in said if "report_to" in str(w.message)]) == 1
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """With what `failed` a tracker was closed that cannot log a metric `bad`."""
+    known: list[bool] = []
+
+    class Listens:
+        def __init__(self, *args: Any) -> None: ...
+
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            if "bad" in metrics:
+                raise OSError("disk full")
+
+        def close(self, *, failed: bool) -> None:
+            known.append(failed)
+
+    monkeypatch.setitem(TRACKERS, "tensorboard", Listens)
+    return known
+
+
+def test_a_tracker_that_is_dropped_is_closed(tmp_path: Path, closed: list[bool]) -> None:
+    """Or its run would seem to go on."""
+    opened = Trackers(tmp_path, {"report_to": ["tensorboard"]}, None)
+    with pytest.warns(UserWarning, match="report_to: tensorboard failed and is off"):
+        opened.log({"bad": 1.0}, 1)
+    opened.close()
+    assert closed == [True]
+
+
+def test_an_interrupted_run_has_not_failed(tiny_config: dict[str, Any], closed: list[bool]) -> None:
+    trainer = Trainer(config=tiny_config | {"report_to": ["tensorboard"]}, reward_funcs=parity_reward)
+    trainer.step()
+    trainer.stop()
+    with pytest.raises(KeyboardInterrupt, match="saved at step"):
+        trainer.train()
+    with suppress(KeyboardInterrupt), Trainer.resume(trainer.run_dir, reward_funcs=parity_reward) as trainer:
+        trainer.step()
+        raise KeyboardInterrupt
+    assert closed == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("eval/pass@1", "eval/pass_at_1"),
+        ("rewards/<lambda>/mean", "rewards/_lambda_/mean"),
+        ("acc>0.5: a-b", "acc_0.5: a-b"),
+        ("/a//b/../c/", "a/c"),
+    ],
+)
+def test_mlflow_takes_every_name(name: str, taken: str) -> None:
+    validation = pytest.importorskip("mlflow.utils.validation")
+    assert trackers.mlflow_name(name) == taken
+    validation._validate_metric_name(taken)
 
 
 def test_a_tracker_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from dataclasses import dataclass
@@ -204,6 +205,14 @@ def test_a_learning_rate_that_a_schedule_has_brought_to_0(tiny_config: dict[str,
     ((step, message),) = said.items()
     assert step == 3
     assert re.search(r"the learning rate is \S+ since step 2, of 0.001 at most: lr_scheduler_type=polynomial", message)
+
+
+def test_a_cosine_may_end_at_0(tiny_config: dict[str, Any]) -> None:
+    steps = 5_000
+    dogs = Watchdogs(validate(tiny_config | {"lr_scheduler_type": "cosine", "max_steps": steps, "eval_steps": None}))
+    rates = [(step, 5e-4 * (1 - math.cos(math.pi * (steps + 1 - step) / steps))) for step in range(1, steps + 1)]
+    assert sum(rate <= 1e-9 for _, rate in rates) > 2
+    assert [said for step, lr in rates for said in dogs.observe({"step": step, "learning_rate": lr})] == []
 
 
 def test_what_is_no_failure(tiny_config: dict[str, Any]) -> None:

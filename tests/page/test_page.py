@@ -184,6 +184,17 @@ def test_charts_by_keyboard_and_their_legends(browser: Any, pages: dict[str, Pat
     tab.page.close()
 
 
+def test_a_file_of_means_has_that_in_its_name(browser: Any, tmp_path: Path) -> None:
+    write_report([make_run(tmp_path / "long", steps=600)], tmp_path / "page.html")
+    tab = Tab(browser, (tmp_path / "page.html").as_uri(), viewport={"width": 1280, "height": 900})
+    for title, means in (("Gradient norm", "-mean-of-2-steps"), ("Held-out evaluation", "")):
+        card = tab.page.locator(".chart", has=tab.page.get_by_role("heading", name=title))
+        with tab.page.expect_download() as download:
+            card.get_by_role("button", name="Save the values").click()
+        assert download.value.suggested_filename == f"{title.replace(' ', '-')}{means}.csv"
+    tab.page.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_jump_ends_below_the_bar(browser: Any, pages: dict[str, Path], width: int) -> None:

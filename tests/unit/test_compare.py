@@ -206,14 +206,26 @@ def test_equal_names_are_told_apart_and_defaults_do_not_matter(tmp_path: Path) -
     a = make(tmp_path / "a/grpo-s0", [0.1, 0.2], seed=0)
     b = make(tmp_path / "b/grpo-s0", [0.1, 0.2], seed=0, learning_rate=1.0)
     c = make(tmp_path / "c/grpo-s1", [0.1, 0.2], seed=1, beta=0.0)  # a key that an older run does not have
-    methods = by_name(compare([a, b, c]))
-    assert {name: len(m.runs) for name, m in methods.items()} == {"grpo": 2, "grpo (2)": 1}
+    found = compare([a, b, c])
+    assert {name: len(m.runs) for name, m in by_name(found).items()} == {"grpo": 2, "grpo (2)": 1}
+    assert "grpo (2) is a method of its own, as its runs differ from grpo's in learning_rate." in found.notes
+    assert not any("of its own" in note for note in compare([a, b], seeds=False).notes)
 
 
 def test_what_auto_chose_on_another_machine_is_no_other_method(tmp_path: Path) -> None:
     a = make(tmp_path / "grpo-s0", [0.1, 0.2], seed=0, tokens_per_microbatch=879, threads=2)
     b = make(tmp_path / "grpo-s1", [0.1, 0.2], seed=1, tokens_per_microbatch=16_384, gradient_checkpointing=True)
     assert {name: len(m.runs) for name, m in by_name(compare([a, b])).items()} == {"grpo": 2}
+
+
+def test_what_a_resume_or_the_free_memory_changes_is_no_other_method(tmp_path: Path) -> None:
+    engine = {"name": "vllm", "gpu_memory_utilization": 0.25, "slots": 64}
+    a = make(tmp_path / "grpo-s0", [0.1, 0.2], seed=0, engine="vllm", run_name="grpo-s0")
+    b = make(tmp_path / "grpo-s1", [0.1, 0.2], seed=1, engine=engine, save_steps=10, reward_timeout_s=60.0)
+    c = make(tmp_path / "grpo-s2", [0.1, 0.2], seed=2, engine=engine | {"dtype": "bfloat16"})
+    found = compare([a, b, c])
+    assert {name: len(m.runs) for name, m in by_name(found).items()} == {"grpo": 2, "grpo (2)": 1}
+    assert any("differ from grpo's in engine" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("width", "tables"), [(60, 5), (80, 4), (400, 1)])

@@ -95,17 +95,15 @@ def test_what_waits_has_computed_nothing() -> None:
 
 def test_decoded_tokens_are_shown_with_computed_ones_only() -> None:
     """A step of an engine that does not count, or an older run's checkpoint, leaves sampled tokens alone."""
-    totals = TokenTotals()
+    totals = TokenTotals(num_tokens=0, num_decoded_tokens=0, num_computed_tokens=0)
     visit = Visit(0, 0, Prompt("p", 0, text=""))
     known, unknown = [replace(rollout(0, 1.0), num_computed_tokens=n) for n in (7, None)]
     counts, does_not = Tally(BY_REWARDS), Tally(BY_REWARDS)
     counts.finished(Group(visit, [known]))
     does_not.finished(Group(visit, [unknown]))
-    totals.add(counts)
+    totals = totals.with_step(counts)
     assert totals.metrics() == {"num_tokens": 1, "num_decoded_tokens": 1, "num_computed_tokens": 7}
-    totals.add(does_not)
-    totals.add(counts)
-    assert totals.metrics() == {"num_tokens": 3}
+    assert totals.with_step(does_not).with_step(counts).metrics() == {"num_tokens": 3}
 
 
 def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:

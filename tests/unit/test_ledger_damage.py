@@ -106,24 +106,25 @@ ENDLESS = "WITH RECURSIVE n(row) AS (SELECT 1 UNION ALL SELECT row + 1 FROM n) S
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "name"),
     [
-        "DROP INDEX one_visit",
-        "CREATE TRIGGER t AFTER INSERT ON visits BEGIN DELETE FROM rollouts; END",
-        "CREATE TABLE more (x)",
-        f"DROP TABLE evaluations; CREATE VIEW evaluations AS {ENDLESS}",
-        f"DROP TABLE meta; CREATE VIEW meta AS {ENDLESS}",
-        f"DROP VIEW visit_fates; CREATE VIEW visit_fates AS {ENDLESS}",
+        ("DROP INDEX one_visit", "one_visit"),
+        ("CREATE TRIGGER t AFTER INSERT ON visits BEGIN DELETE FROM rollouts; END", "t"),
+        ("CREATE TABLE more (x)", "more"),
+        ("CREATE INDEX by_prompt ON visits (prompt_id)", "by_prompt"),
+        (f"DROP TABLE evaluations; CREATE VIEW evaluations AS {ENDLESS}", "evaluations"),
+        (f"DROP TABLE meta; CREATE VIEW meta AS {ENDLESS}", "meta"),
+        (f"DROP VIEW visit_fates; CREATE VIEW visit_fates AS {ENDLESS}", "visit_fates"),
     ],
 )
 def test_tables_of_somebody_else_are_refused_before_anything_runs(
-    path: Path, marks: list[dict[str, object]], change: str
+    path: Path, marks: list[dict[str, object]], change: str, name: str
 ) -> None:
     """A view may never end, and a trigger does what it likes with the rows."""
     with closing(sqlite3.connect(path)) as db:
         db.executescript(change)
     for read_only in (True, False):
-        with pytest.raises(LedgerError, match=r"damaged.*its tables are not a ledger's"):
+        with pytest.raises(LedgerError, match=f"damaged.*its tables are not a ledger's: '{name}'"):
             Ledger.open(path, read_only=read_only)
 
 

@@ -203,6 +203,14 @@ def test_a_method_that_builds_something_else_is_refused(rules: str, key: str, ru
         build_methods(c, Options.from_config(c), [Prompt("p", 0, text="x")])
 
 
+def test_an_audit_has_the_name_of_the_class_without_its_place() -> None:
+    selector = "winnow.methods.select.greso:Greso"
+    c = validate({"model": "m", "env": "e", "selector": selector, "audit": {"epsilon": 0.5}})
+    prompts = [Prompt(str(i), i, text="x") for i in range(4)]
+    methods = build_methods(c, Options.from_config(c), prompts)
+    assert [audit.name for audit in methods.audits.every] == ["Greso"]
+
+
 def test_a_size_out_of_its_bounds_is_named() -> None:
     prompt, size = Prompt("p", 0, text="x"), SIZES["fixed"]().build(4)
     assert checked_size(size, prompt) == 4

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from winnow.config import validate
 from winnow.config.paths import as_saved
 from winnow.record.records import METRICS, SAMPLES, Records, RunDirectoryError, lock
+from winnow.types import Decision, Token, Verdict
 
 from ..builders.groups import make_group
 
@@ -58,6 +60,20 @@ def test_metrics_must_be_finite(tmp_path: Path, settings: dict[str, Any]) -> Non
         records.metrics({"step": 1, "reward": float("nan"), "loss": float("inf")})
     records.close()
     assert (tmp_path / METRICS).read_text() == ""
+
+
+def test_numbers_of_numpy_are_written_as_plain_ones(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """As a gate or metrics of the user's own return them."""
+    verdict = Verdict(np.bool_(True), "kept", np.float32(0.5))  # type: ignore[arg-type]
+    group = make_group(0, [1.0, 0.0])
+    group.rollouts[0].decisions = [Decision("own", Token(3), verdict)]
+    records = Records(tmp_path, settings)
+    records.metrics({"step": 1, "mine/kept": np.int64(3), "mine/mean": np.float32(0.5)})
+    records.samples(1, [group], "train")
+    records.close()
+    assert read(tmp_path / METRICS) == [{"step": 1, "mine/kept": 3, "mine/mean": 0.5}]
+    (decision,) = read(tmp_path / SAMPLES)[0]["decisions"]
+    assert (decision["keep"], decision["probability"]) == (True, 0.5)
 
 
 def test_hostile_completions_are_one_line_each(tmp_path: Path, settings: dict[str, Any]) -> None:

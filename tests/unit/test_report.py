@@ -153,6 +153,7 @@ def test_long_run_with_huge_texts_stays_under_the_limit(tmp_path: Path) -> None:
     shown = found.data["runs"][0]
     assert shown["metrics"]["step"][-1] == 3000
     assert len(shown["metrics"]["step"]) > 400, "texts make room before charts do"
+    assert shown["averaged"] == {"metrics": 7, "evals": 1}
     assert shown["samples"]
     assert shown["samples"][0]["completion"].endswith(f"({80_000 - MAX_TEXT:,} more characters)")
 

@@ -113,9 +113,6 @@ def test_predictions_are_monotonic(machine: Machine) -> None:
     dearer: dict[str, Any] = {}
     add(dearer, TRUE["generate"], 2.0)
     assert per_step({}, costs=Costs(TRUE | {"generate": dearer})) > batches[1]
-    drafts = [per_step({"speculative": True}, drafts=ratio) for ratio in (0.5, 1.0)]
-    assert drafts == sorted(drafts)
-    assert drafts[1] == per_step({})
 
 
 def test_sampler_processes_overlap_with_the_update(machine: Machine) -> None:
@@ -152,21 +149,69 @@ def test_gates_are_refused(machine: Machine) -> None:
         predict(config(gates=[{"name": "random", "k": 2}]), build_task(ENV).train, machine)
 
 
-def test_contenders_run_for_equal_seconds() -> None:
-    """What a run takes besides its steps, loading and evaluations, is not taken from those after it."""
-    asked, left = [], [200.0]
+def test_costs_are_measured_at_a_rate_of_0_whatever_the_schedule() -> None:
+    """And on the engine of the run: some refuse drafts, and `auto` would take another one for them."""
+    c = config(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=3)
+    measured = []
+
+    def run(name: str, changes: Any, limits: Any, prediction: Any) -> Any:
+        measured.append(validate(c.model_dump() | changes))
+        return SimpleNamespace(warm=True)
+
+    of_call = {"left": lambda part: 1.0, "_sizes": lambda times: (4, 4), "_machine": list}
+    tuning: Any = SimpleNamespace(c=c, run=run, runs={}, **of_call)
+    Tuning.measure(tuning)
+    (used,) = measured
+    assert (used.learning_rate, used.lr_scheduler_type, used.speculative) == (0, "constant", False)
+
+
+def in_seconds(run_s: float, rates_s: float, times: float) -> Any:
+    """A `Tuning` with so many seconds until its parts end, whose runs take `times` the seconds that they are given."""
+    left = {"run": run_s, "learning rate": rates_s}
+    tuning: Any = SimpleNamespace(asked=[], notes=[], runs={}, c=SimpleNamespace(warmup=0, learning_rate=1e-3))
 
     def run(name: str, changes: Any, limits: Any, prediction: Any = None) -> Any:
-        asked.append(limits.seconds)
-        left[0] -= 1.3 * limits.seconds
-        steps = [SimpleNamespace(seconds={"update": limits.seconds})]
-        return SimpleNamespace(warm=True, stopped="", mean_passed=0.5, per_signal=len(asked), steps=steps)
+        tuning.asked.append(limits.seconds)
+        for part in left:
+            left[part] -= times * limits.seconds
+        steps, number = [SimpleNamespace(seconds={"update": limits.seconds})], len(tuning.asked)
+        passed = {"passed": [0.5], "mean_passed": 0.5, "per_signal": number}
+        return SimpleNamespace(changes=changes, warm=True, stopped="", steps=steps, **passed)
 
-    notes: list[str] = []
-    tuning: Any = SimpleNamespace(left=lambda part: left[0], run=run, runs={}, note=notes.append)
+    tuning.run, tuning.left, tuning.note = run, left.__getitem__, tuning.notes.append
+    return tuning
+
+
+def test_contenders_run_for_equal_seconds() -> None:
+    """What a run takes besides its steps, loading and evaluations, is not taken from those after it."""
+    tuning = in_seconds(200.0, 300.0, 1.3)
     ranked = [({"seed": n} if n else {}, Prediction([1.0], 10.0 + n, {})) for n in range(4)]
     best: Any = Tuning.contend(tuning, ranked)
-    assert set(asked) == {50.0}
-    assert len(asked) == 3, "the fourth has no 50 seconds left"
-    assert notes == ["minutes: too few to run 1 of 3 predicted settings"]
+    assert tuning.asked == [50.0] * 3, "the fourth has no 50 seconds left"
+    assert tuning.notes == ["minutes: too few to run 1 of 3 predicted settings"]
     assert best.per_signal == 1
+
+
+def test_learning_rates_are_tried_where_nothing_else_is() -> None:
+    tuning = in_seconds(75.0, 100.0, 1.1)
+    given: Any = Tuning.contend(tuning, [({}, Prediction([1.0], 1.0, {}))])
+    Tuning.choose_rate(tuning, given)
+    assert tuning.asked == pytest.approx([100 / 3] * 3)
+    assert tuning.notes == []
+
+
+def test_a_reason_belongs_to_the_settings_that_are_chosen() -> None:
+    """An option that loses has one of their values, and another value is None."""
+    seconds = {None: 8.0, "a": 6.0, "b": 12.0}
+
+    def predicted(changes: dict[str, Any], machine: Any) -> Prediction:
+        return Prediction([seconds[changes.get("sync")] / (2 if "reuse" in changes else 1)], 1.0, {})
+
+    samplers = [{"sync": sync, "max_lag": 1} for sync in ("a", "b")]
+    tuning: Any = SimpleNamespace(clock=lambda: 0.0, left=lambda part: 1.0, say=len, reasons={}, _predicted=predicted)
+    tuning._dimensions, tuning._with_rate = lambda: [("samplers", samplers), ("reuse", [{"reuse": None}])], dict
+    tried: Any = Tuning._tried(tuning, SimpleNamespace())  # type: ignore[arg-type]
+    best, _ = min(tried, key=lambda each: each[1].per_signal)
+    assert best == {"sync": "a", "max_lag": 1, "reuse": None}
+    reasons = tuning.reasons["sync=a max_lag=1 reuse=null"]
+    assert [reasons[key].partition(" ")[0] for key in best] == ["25%", "25%", "50%"]

@@ -90,6 +90,15 @@ def from_json(text: str | bytes, **hooks: Any) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def json_default(value: Any) -> Any:
+    """Convert numbers and arrays of numpy and torch to plain ones, dates to ISO text. Raises TypeError for others."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -71,7 +71,7 @@ class Curriculum:
         self._code = code_of([*c.model_dump().values(), *code])
         self.step = 0
         """Steps completed, which is also the policy version."""
-        self._totals = TokenTotals(num_computed_tokens=None)
+        self._totals = TokenTotals(num_tokens=0, num_decoded_tokens=0)
         self._clock = RunClock()
         self._tally = Tally(self._methods.judge)
         self._in_flight: dict[int, Launched] = {}
@@ -196,7 +196,7 @@ class Curriculum:
     def _end_step(self, batch: Sequence[Group]) -> dict[str, float]:
         """Close the account of the step; return its metrics."""
         assert self._ledger is not None
-        self._totals.add(self._tally)
+        self._totals = self._totals.with_step(self._tally)
         trained = sum(any(r.fate == Fate.TRAINED for r in group.rollouts) for group in batch)
         metrics = self._tally.metrics() | {"step": self.step + 1, **self._totals.metrics()}
         metrics |= {"groups/effective": float(trained), "updated": float(trained > 0)} | self._method_metrics()
@@ -279,7 +279,7 @@ class Curriculum:
     def _restore(self, saved: CurriculumState) -> None:
         with understood(CHECKPOINT), at("selector"):
             load_with_audit(self._methods.selector, self._methods.audits.skips, saved.selector)
-        self.step, self._totals = saved.step, TokenTotals(saved.num_tokens, num_computed_tokens=None)
+        self.step, self._totals = saved.step, TokenTotals(num_tokens=saved.num_tokens, num_decoded_tokens=0)
         success = self._methods.judge.success
         if not success.declared:
             success.undecided = success.undecided or saved.undecided

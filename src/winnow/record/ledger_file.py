@@ -132,11 +132,13 @@ def _check(path: Path, db: sqlite3.Connection, read_only: bool) -> None:
 
 
 def schema_damage(db: sqlite3.Connection) -> str:
-    """Return what is wrong with tables, indexes, views and triggers, or an empty text. Reads no rows."""
-    query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
+    """Return the names of tables, indexes, views and triggers that differ from a ledger's. Reads no rows."""
+    query = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"
     with closing(sqlite3.connect(":memory:")) as new:
         new.executescript(SCHEMA)
-        return "" if new.execute(query).fetchall() == db.execute(query).fetchall() else "its tables are not a ledger's"
+        differing = {*new.execute(query)} ^ {*db.execute(query)}
+    names = sorted({f"{name!r:.100}" for name, _ in differing})
+    return f"its tables are not a ledger's: {', '.join(names[:PROBLEMS_SHOWN])}" if names else ""
 
 
 def _create(db: sqlite3.Connection) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..base.errors import ExpectedError
-from ..base.files import bytes_of, from_json, private_file
+from ..base.files import bytes_of, from_json, json_default, private_file
 from ..base.sanitize import redact
 from ..config.paths import from_saved
 from ..methods.gate.signals import table_rows
@@ -141,15 +141,11 @@ class Records:
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
         """Append a line to metrics.jsonl and send it to trackers. FloatingPointError on a non-finite value."""
-        self.write(metrics)
-        self.track(metrics)
-
-    def write(self, metrics: Mapping[str, float]) -> None:
-        """Append a line to metrics.jsonl alone."""
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise FloatingPointError(f"metrics: not finite ({', '.join(bad)})")
         self._append(METRICS, [metrics])
+        self.track(metrics)
 
     def track(self, metrics: Mapping[str, float]) -> None:
         """Send metrics to the trackers alone."""
@@ -177,7 +173,8 @@ class Records:
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         file = self._files[name]
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=True, allow_nan=False).encode() + b"\n")
+            line = json.dumps(row, ensure_ascii=True, allow_nan=False, default=json_default)
+            file.write(line.encode() + b"\n")
         file.flush()
 
     def offsets(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from typing import Self
 
 import numpy as np
 
@@ -199,41 +199,30 @@ class Tally:
         return {ZERO: share} | {f"frac_zero_{kind}": self.kinds[kind] / self.judged for kind in kinds}
 
 
-class TokenState(State):
-    """`TokenTotals` in a checkpoint."""
-
-    num_tokens: Count
-    num_decoded_tokens: Count
-    num_computed_tokens: Count | None = None  # earlier versions did not count them
-    num_teacher_tokens: Count = 0
-
-
-@dataclass
-class TokenTotals:
+class TokenTotals(State):
     """Tokens of a run's finished training groups; the fields are metrics, and keys of a checkpoint."""
 
-    num_tokens: int = 0
+    num_tokens: Count
     """Sampled."""
-    num_decoded_tokens: int = 0
+    num_decoded_tokens: Count
     """Sampled, but neither accepted from a draft nor decoded together with a sibling's."""
-    num_computed_tokens: int | None = 0
+    num_computed_tokens: Count | None = None  # earlier versions did not count them
     """Positions that went through the model to sample them: decoded, prefilled, read as a draft. None: unknown."""
-    num_teacher_tokens: int = 0
+    num_teacher_tokens: Count = 0
     """Read by a teacher."""
 
-    @classmethod
-    def of(cls, saved: TokenState) -> TokenTotals:
-        return cls(**{field.name: getattr(saved, field.name) for field in fields(cls)})
+    def plus(self, **counts: int | None) -> Self:
+        """Return the totals with more of these counts."""
+        return self.model_copy(update={name: sum_known(getattr(self, name), n) for name, n in counts.items()})
 
-    def add(self, tally: Tally) -> None:
-        """Add what a step sampled."""
-        self.num_tokens += tally.sampled_tokens
-        self.num_decoded_tokens += tally.decoded_tokens
-        self.num_computed_tokens = sum_known(self.num_computed_tokens, tally.computed_tokens)
+    def with_step(self, tally: Tally) -> Self:
+        """Return the totals with what a step sampled."""
+        decoded, computed = tally.decoded_tokens, tally.computed_tokens
+        return self.plus(num_tokens=tally.sampled_tokens, num_decoded_tokens=decoded, num_computed_tokens=computed)
 
     def metrics(self) -> dict[str, float]:
         """Return the known ones. Decoded tokens alone would count a draft that was read as free."""
-        counts = asdict(self)
+        counts = self.model_dump()
         unknown = ["num_decoded_tokens", "num_computed_tokens"] if self.num_computed_tokens is None else []
         unused = [] if self.num_teacher_tokens else ["num_teacher_tokens"]
         return {name: count for name, count in counts.items() if name not in (*unknown, *unused)}

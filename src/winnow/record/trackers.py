@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -160,16 +163,23 @@ class MLflow:
             self._client.log_param(self._id, key, str(value)[:500])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log metrics. MLflow's names have no `@`: `eval/pass@1` becomes `eval/pass_at_1`."""
         now = int(time.time() * 1000)
         entities = [
-            self._mlflow.entities.Metric(name.replace("@", "_at_"), value, now, step) for name, value in metrics.items()
+            self._mlflow.entities.Metric(mlflow_name(name), value, now, step) for name, value in metrics.items()
         ]
         self._client.log_batch(self._id, metrics=entities)
 
     def close(self, *, failed: bool) -> None:
         if self._own:
             self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def mlflow_name(name: str) -> str:
+    """Return a name that MLflow takes: a normal relative path of letters, digits and `_.- :`, `_at_` in place of `@`.
+
+    One name that it refuses would lose all metrics of the step.
+    """
+    return posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_"))).lstrip("./")
 
 
 TRACKERS: dict[str, Callable[[Path, Settings, int | None], Tracker]] = {
@@ -218,6 +228,8 @@ class Trackers:
                 getattr(tracker, what)(*args, **kwargs)
             except Exception as error:
                 del self._open[name]
+                with suppress(Exception):  # or its run would seem to go on
+                    tracker.close(failed=True)
                 warnings.warn(
                     f"report_to: {name} failed and is off for the rest of the run ({type(error).__name__}: {error}); "
                     "metrics.jsonl has everything",

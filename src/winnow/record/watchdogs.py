@@ -27,7 +27,8 @@ ROUNDING = 1e-9
 """Largest standard deviation of a constant reward such as 0.1, relative to its size."""
 NO_RATE = 1e-6
 """Share of the highest learning rate below which the policy learns nothing."""
-
+LAST = 0.01
+"""Share of the steps at the end where that is no failure: a cosine ends there."""
 MIN_AGENT_ROLLOUTS = 8
 """Fewest rollouts with rewards by agent in which their constant mean is reported."""
 MISSED = 0.3
@@ -243,7 +244,8 @@ class Watchdogs:
 
     def _no_learning(self, row: Metrics) -> str | None:
         nothing = NO_RATE * self._config.learning_rate
-        self._still = self._still + 1 if row.get("learning_rate", math.inf) <= nothing > 0 else 0
+        still = row.get("learning_rate", math.inf) <= nothing > 0 and row["step"] < (1 - LAST) * self._config.max_steps
+        self._still = self._still + 1 if still else 0
         if self._still < SAME_STEPS:
             return None
         return (

@@ -212,7 +212,8 @@ def _audits(c: RunConfig, options: Options, selector: StreamSelector) -> Audits:
         )
     epsilon, max_signal_loss = c.audit.epsilon, c.audit.max_signal_loss
     stops = {name: StopAudit(name, epsilon, max_signal_loss, seed=c.seed) for name in gates}
-    skips = SkipAudit(selects, epsilon, max_signal_loss, seed=c.seed) if selector.skips else None
+    name = selects.rpartition(":")[2]  # without a path, as those of gates
+    skips = SkipAudit(name, epsilon, max_signal_loss, seed=c.seed) if selector.skips else None
     return Audits(stops, skips)
 
 

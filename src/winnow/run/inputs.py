@@ -19,7 +19,7 @@ from ..env.base import Task
 from ..env.prompt_store import StoredPrompts
 from ..learner.step import scheduled_lr
 from ..methods.tables import task_options
-from ..record.resume_keys import MAY_CHANGE_ON_RESUME
+from ..record.resume_keys import MAY_CHANGE_ON_RESUME, MEMORY_OPTIONS
 from ..record.trackers import check_trackers
 from ..types import Prompt
 from .hub import check_hub
@@ -354,9 +354,6 @@ def _lora(peft_config: Any) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- changes on a resume
-
-MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sleep"})
-"""Engine options that bound its memory."""
 
 
 def refuse_changes(run_dir: Path, saved: Mapping[str, Any], config: RunConfig) -> None:

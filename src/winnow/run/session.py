@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -229,7 +229,7 @@ class Session:
         """Mark the task as solved, and evaluate now unless an evaluation was just due."""
         self._solved, step = True, self.loop.step
         if self.config.eval_steps and self._evaluated_at != step:
-            self._records.write(self._totals() | self.evaluate())
+            self.evaluate()
 
     def step(self) -> dict[str, float]:
         """Run one optimizer step, save if due, and return its metrics. Raises RunStoppedError as `run` does."""
@@ -238,7 +238,7 @@ class Session:
 
     def evaluate(self) -> dict[str, float]:
         """Return held-out metrics of the current policy, booked as evaluation. ConfigError without held-out data."""
-        return self._evaluated(self._evaluate_now(self.loop.step))
+        return self._evaluated(self._evaluate_now(self.loop.step), self._records.metrics)
 
     def evaluate_after_end(self, rewarder: Rewarder) -> dict[str, float]:
         """Return held-out metrics of the last policy after `close`, which closed the run's own rewarder and ledger."""
@@ -247,11 +247,11 @@ class Session:
             raise ConfigError(f"evaluate: what samples has ended with the run; run `winnow eval {self.run_dir}`")
         rewarder.trainer_state = self.parts.rewarder.trainer_state
         sampler.runner.rewarder = rewarder
-        return self._evaluated(self.parts.evaluate())
+        return self._evaluated(self.parts.evaluate(), self._records.track)
 
-    def _evaluated(self, evaluation: Evaluation) -> dict[str, float]:
+    def _evaluated(self, evaluation: Evaluation, record: Callable[[dict[str, float]], None]) -> dict[str, float]:
         metrics = {f"eval/{name}": value for name, value in evaluation.metrics.items()}
-        self._records.track(row := self._totals() | metrics)
+        record(row := self._totals() | metrics)
         self._callbacks.report(self._callbacks.state.log(row), self._notify)
         return metrics
 
@@ -358,7 +358,7 @@ class Session:
             self._notify("on_step_end", groups=groups)
         self._callbacks.report(logs, self._notify)
         if self._callbacks.take("should_evaluate") and self._evaluated_at != step:
-            self._records.write(self._totals() | self.evaluate())
+            self.evaluate()
 
     def _at(self, step: int) -> None:
         """Report the current step to rewards and callbacks."""

@@ -200,8 +200,8 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Evaluate the current policy, also after training; return held-out metrics such as `eval/pass@1`.
 
-        Trackers and callbacks get them, too; after training, only trackers' runs that you opened. Raises ConfigError
-        without held-out data, or after training with samplers in other processes.
+        They are logged like a step's metrics; after training, only callbacks and trackers' runs that you opened get
+        them. Raises ConfigError without held-out data, or after training with samplers in other processes.
         """
         require_held_out(self.task)
         if self._ended and self._session is not None:
@@ -271,7 +271,7 @@ class Trainer:
         if done and kind is None and not self._ended:
             self.finish()
         else:  # an error between two steps loses nothing either
-            self._leave(failed=kind is not None)
+            self._leave(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
 
     @contextmanager
     def _running(self) -> Iterator[Session]:
@@ -291,8 +291,8 @@ class Trainer:
         except LearnerLostError as error:  # its weights are lost; only the last checkpoint is left
             self._end(failed=True)
             raise RunStoppedError(f"{error}\ngo on with: winnow resume {self.run_dir}") from None
-        except BaseException:
-            self._end(failed=True)
+        except BaseException as error:
+            self._end(failed=not isinstance(error, KeyboardInterrupt))  # an interrupted run goes on later
             raise
 
     def _open_session(self) -> Session:

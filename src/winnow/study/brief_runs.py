@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,6 @@ from ..base.errors import ConfigError, ExpectedError
 from ..config import HUB, RunConfig, validate
 from ..learner.off_policy import log_ratios
 from ..run.trainer import Trainer
-from ..sampler.drafts import Drafts
-from ..types import Visit
 from .costs import Recorder, Seen, Shape, Step, Work, add
 
 LEAST_STEPS = 3
@@ -36,7 +34,6 @@ class BriefRun:
     seen: list[Seen] = field(default_factory=list)
     passed: list[float] = field(default_factory=list)
     """Held-out pass@1 at equal intervals, from the start."""
-    drafts: float = 1.0
     ratios_s: float = 0.0
     """Seconds of the importance ratios of some groups, which `reuse` computes, and the work of an update on them."""
     ratios_work: Work = field(default_factory=dict)
@@ -81,7 +78,7 @@ class Limits:
     seconds: float
     steps: int = 1 << 30
     measures: bool = False
-    """Keep groups and time drafts; otherwise evaluate at equal intervals."""
+    """Keep groups; otherwise evaluate at equal intervals."""
 
 
 def run_briefly(c: RunConfig, run: BriefRun, output_dir: str, clock: Callable[[], float], limits: Limits) -> None:
@@ -134,20 +131,3 @@ def _train(run: BriefRun, trainer: Trainer, recorder: Recorder, limits: Limits) 
         run.ratios_s = recorder.clock() - started
         for group in recorder.finished:
             add(run.ratios_work, Shape.of(group.siblings).trained(len(group.siblings)))
-    if limits.measures and trainer.config.speculative:
-        run.drafts = _time_of_drafts(trainer, recorder)
-
-
-def _time_of_drafts(trainer: Trainer, recorder: Recorder) -> float:
-    """Roll out prompts once more, with and without their last rollouts as drafts; return the ratio of seconds."""
-    drafts, jobs = Drafts(on=True), []
-    for number, group in enumerate(recorder.finished):
-        drafts.observe(group)
-        jobs.append(drafts.job(Visit((1 << 40) + number, 1, group.prompt), len(group.siblings), 0))
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(3):
-        for with_drafts, times in seconds.items():
-            started = recorder.clock()
-            trainer.sampler.run(jobs if with_drafts else [replace(job, drafts=()) for job in jobs])
-            times.append(recorder.clock() - started)
-    return min(seconds[True]) / min(seconds[False])

@@ -24,7 +24,7 @@ from ..base.files import from_json
 from ..config import RunConfig
 from ..config.errors import suggestion
 from ..methods.intervals import MIN_SEEDS, Estimate, mean_interval
-from .compare_data import Point, RunData, methods_of, read_run_data, single_runs
+from .compare_data import Point, RunData, methods_of, namesake_notes, read_run_data, single_runs
 
 SAME_EVALUATION = (
     *("env", "eval_prompts", "eval_generations", "eval_temperature", "eval_top_p", "eval_top_k", "success"),
@@ -110,7 +110,7 @@ def compare(runs: Sequence[str | Path], seeds: bool = True, baseline: str | None
         baseline,
         measures,
         tuple(_method(name, pairs[name], pairs[baseline], measures) for name in methods),
-        tuple(_notes(methods, pairs, baseline, unfinished)),
+        (*(namesake_notes(methods) if seeds else ()), *_notes(methods, pairs, baseline, unfinished)),
     )
 
 

@@ -16,13 +16,18 @@ from ..config.options import MethodSpec
 from ..record.ledger import Ledger
 from ..record.proof import FATES, sampled_tokens
 from ..record.records import LEDGER, METRICS, read_config
+from ..record.resume_keys import MAY_CHANGE_ON_RESUME, MEMORY_OPTIONS
 from .report_data import Row, merge_steps, read_lines
 
 PASSED = "eval/pass@1"
 _DEFAULTS = {name: f.default for name, f in RunConfig.model_fields.items() if not f.is_required()}
 """Defaults for keys that runs of earlier versions do not have."""
-_OF_A_SEED = {"seed", "output_dir", "model", "threads", "tokens_per_microbatch", "gradient_checkpointing", "save_dtype"}
-"""Keys that may differ between seeds of one method or between machines, without effect on results."""
+_OF_A_SEED = {"seed", "output_dir", "run_name", "model"} | (
+    MAY_CHANGE_ON_RESUME - {"max_steps", "eval_steps", "sync", "learner", "engine"}
+)
+"""Keys that may differ between seeds of one method, between machines or after a resume, without effect on results."""
+_OPTIONS_OF_A_SEED = {"selector": frozenset({"profile"}), "engine": MEMORY_OPTIONS}
+"""Options of methods that may differ like these keys."""
 _METHODS = [name for name, f in RunConfig.model_fields.items() if f.annotation == MethodSpec]
 
 
@@ -131,11 +136,11 @@ def _groups(row: Row) -> float:
 def methods_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     """Return runs by method, in the order given: their configurations differ only in keys that go with a seed.
 
-    Those keys are `seed`, `output_dir`, `model` (the seed's warm start), a selector's `profile` of that model, and
-    `threads`, `tokens_per_microbatch` and `gradient_checkpointing`, which `auto` chooses by the machine. Raises
-    ConfigError on a seed twice in a method, and on runs of a method that were evaluated at different steps.
+    Those keys are `seed`, `output_dir`, `run_name`, `model` (the seed's warm start), a selector's `profile` of that
+    model, and keys without effect on results: how a run is saved, checked and reported, and what bounds its memory.
+    Raises ConfigError on a seed twice in a method, and on runs of a method that were evaluated at different steps.
     """
-    grouped: dict[str, list[RunData]] = {}
+    grouped: dict[frozenset[tuple[str, str]], list[RunData]] = {}
     for run in runs:
         grouped.setdefault(_identity(run.config), []).append(run)
     named: dict[str, list[RunData]] = {}
@@ -153,12 +158,26 @@ def single_runs(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     return named
 
 
-def _identity(config: Mapping[str, Any]) -> str:
+def namesake_notes(methods: Mapping[str, Sequence[RunData]]) -> list[str]:
+    """Return a note for each method that has a number because another one has its name: the keys that differ."""
+    notes = []
+    for name, runs in methods.items():
+        other = re.sub(r" \([0-9]+\)$", "", name)
+        differing = _identity(runs[0].config) ^ _identity(methods.get(other, runs)[0].config)
+        if differing:
+            keys = ", ".join(sorted({key for key, _ in differing}))
+            notes.append(f"{name} is a method of its own, as its runs differ from {other}'s in {keys}.")
+    return notes
+
+
+def _identity(config: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    """Return the keys that make a method, with their values as JSON."""
     rest = {k: v for k, v in (_DEFAULTS | dict(config)).items() if k not in _OF_A_SEED}
     rest |= {k: {"name": rest[k]} for k in _METHODS if isinstance(rest.get(k), str)}
-    if isinstance(rest.get("selector"), dict):
-        rest["selector"] = {k: v for k, v in rest["selector"].items() if k != "profile"}
-    return json.dumps(rest, sort_keys=True)
+    for key, free in _OPTIONS_OF_A_SEED.items():
+        if isinstance(rest.get(key), dict):
+            rest[key] = {k: v for k, v in rest[key].items() if k not in free}
+    return frozenset((key, json.dumps(value, sort_keys=True)) for key, value in rest.items())
 
 
 def _alike(a: RunData, b: RunData) -> bool:
@@ -173,7 +192,10 @@ def _check_method(runs: Sequence[RunData]) -> None:
     for run in runs:
         other = by_seed.setdefault(run.seed, run)
         if other is not run:
-            raise ConfigError(f"{other.path} and {run.path}: the same method with the same seed {run.seed}; keep one")
+            raise ConfigError(
+                f"{other.path} and {run.path}: the same method with the same seed {run.seed}; keep one, or compare "
+                "them without --seeds"
+            )
         first = runs[0]
         steps, wanted = [p.step for p in run.curve], [p.step for p in first.curve]
         if not _alike(run, first):

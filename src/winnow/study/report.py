@@ -101,12 +101,12 @@ def _asset(name: str) -> str:
 
 def _run_data(run: Run, points: int, share: float) -> dict[str, Any]:
     kept = int(share * len(run.samples))
+    series = {"metrics": run.rows, "evals": run.evaluations}
     return {
         "name": run.name,
         "heading": _heading(run),
-        "metrics": columns(run.rows, points),
-        "evals": columns(run.evaluations, points),
-        "averaged": max(1, -(-len(run.rows) // points)),
+        **{name: columns(rows, points) for name, rows in series.items()},
+        "averaged": {name: max(1, -(-len(rows) // points)) for name, rows in series.items()},
         "tokens": run.tokens,
         "totals": _totals(run),
         "costs": _costs(run),

@@ -225,7 +225,7 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def merge_steps(lines: Iterator[dict[str, Any]]) -> list[Row]:
-    """Return metrics rows, one per step, in the order of the file; a run solved at its end has two lines of a step."""
+    """Return metrics rows, one per step, in the order of the file: an evaluation may have a line of its own."""
     rows: list[Row] = []
     names: dict[str, str] = {}
     for line in lines:

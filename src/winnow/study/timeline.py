@@ -28,7 +28,6 @@ class Timeline(Rewards):
         self._running: deque[tuple[int, Group]] = deque()
         self._ends: list[tuple[int, int]] = []
         """Heap of when groups end, and how many sequences they have."""
-        self._visited: set[int] = set()
 
     @property
     def pending(self) -> int:
@@ -63,8 +62,7 @@ class Timeline(Rewards):
             starting.append(job)
         for group in self.run(starting) if starting else []:
             shape = self._all_shapes.next(len(group.rollouts), sum(group.known_rewards()))
-            add(self.work, shape.generated() | {"visited": float(group.prompt.ordinal in self._visited)})
-            self._visited.add(group.prompt.ordinal)
+            add(self.work, shape.generated())
             self.shapes.setdefault(group.visit.number, []).append(shape)
             end = self._clock + max(1, shape.length)
             heapq.heappush(self._ends, (end, len(group.rollouts)))
@@ -79,8 +77,6 @@ class Machine:
     shapes: Shapes
     policy: Policy
     slots: int
-    drafts: float = 1.0
-    """Seconds of generation with drafts, over those without."""
     ratios: float = 1 / 3
     """Seconds of the importance ratios of groups that may be used again, over those of an update on them."""
     device: str = "cpu"
@@ -121,8 +117,6 @@ def predict(c: RunConfig, prompts: Sequence[Prompt], machine: Machine) -> Predic
         for used in simulation.reuse.groups if simulation.reuse is not None else []:
             add(work, source.trained(used.group), machine.ratios)
         times = {phase: machine.costs.of(work, phase) for phase in machine.costs.seconds}
-        if c.speculative:
-            times["generate"] *= 1 - (1 - machine.drafts) * work.get("visited", 0.0) / max(1.0, work.get("groups", 0.0))
         add(phases, times)
         learner = times["update"] + times["rest"]
         hidden = min(times["generate"], times["update"]) if simulation.options.overlap else 0.0

@@ -26,7 +26,6 @@ from ..base.errors import ConfigError
 from ..base.files import digest, from_json, private_directory, write_json
 from ..base.machine import usable_threads
 from ..config import RunConfig, validate
-from ..config.options import new_groups
 from ..engine.loading import resolve_device
 from ..env.base import Task
 from ..methods.pass_rates import PassRate
@@ -58,8 +57,11 @@ MOST_GROUPS, FEWEST_GROUPS = 8_000, 200
 SIMULATIONS = 30
 """Simulations that a search takes, about."""
 FOLLOWS = "follows prompts_per_step by its square root"
-WHILE_MEASURING = ("selector", "group_size", "gates", "audit", "reuse", "sync")
-"""Keys at their default while costs are measured."""
+WHILE_MEASURING = (
+    *("selector", "group_size", "gates", "audit", "reuse", "sync"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "lr_end", "lr_decay_steps", "warmup_steps"),
+)
+"""Keys at their default while costs are measured, at a learning rate of 0, which some schedules refuse."""
 
 
 class Tuning:
@@ -77,8 +79,8 @@ class Tuning:
         self.c = in_steps(c, len(self.task.train))
         self.folder, self.say, self.clock = folder, say, clock
         self.notes: list[str] = []
-        self.reasons: dict[str, str] = {}
-        """Why a key takes a value, by `key=value`."""
+        self.reasons: dict[str, dict[str, str]] = {}
+        """Why each key takes its value, by the text of all changes."""
         self._groups = min(MOST_GROUPS, self.c.max_steps * self.c.prompts_per_step)
         self._seconds, self._began = 60 * minutes, clock()
         private_directory(folder)
@@ -129,7 +131,6 @@ class Tuning:
         """Run a few settings without learning, and fit costs to their steps. Raises ConfigError if none can run."""
         c, fitted = self.c, list[BriefRun]()
         plain = {key: RunConfig.model_fields[key].get_default() for key in WHILE_MEASURING} | {"learning_rate": 0.0}
-        again = c.max_steps * new_groups(c.prompts_per_step, c.reuse) > len(self.task.train)
         sizes = list(dict.fromkeys((*map(self._sizes, SIZES), self._sizes(HELD_OUT))))
         for number, (prompts, siblings) in enumerate(sizes):
             last = number == len(sizes) - 1 > 0
@@ -137,8 +138,8 @@ class Tuning:
             if fitted and self.left("measure") <= 0 and name not in self.runs:
                 self.note("minutes: too few to measure every batch and group size; predictions are less certain")
                 break
-            changes = plain | {"prompts_per_step": prompts, "num_generations": siblings}
-            changes |= {"speculative": not number and again, "seed": c.seed + TUNING_SEED + number}
+            sized = {"prompts_per_step": prompts, "num_generations": siblings}
+            changes = plain | sized | {"seed": c.seed + TUNING_SEED + number}
             prediction = self._predicted(changes, self._machine(fitted), MEASURED_STEPS) if last else None
             seconds = max(1.0, self.left("measure")) / (len(sizes) - number)
             run = self.run(name, changes, Limits(seconds, MEASURED_STEPS, measures=True), prediction)
@@ -161,9 +162,7 @@ class Tuning:
         costs = Costs.fitted([step for run in runs for step in run.warm])
         update_s = sum(costs.of(run.ratios_work, "update") for run in runs)
         ratios = sum(run.ratios_s for run in runs) / max(1e-9, update_s)
-        return Machine(
-            costs, Shapes(seen), policy, runs[0].slots, runs[0].drafts, ratios, resolve_device(self.c.device).type
-        )
+        return Machine(costs, Shapes(seen), policy, runs[0].slots, ratios, resolve_device(self.c.device).type)
 
     # ---- simulate ------------------------------------------------------------------------------------------------
 
@@ -194,7 +193,7 @@ class Tuning:
             given = self._predicted({}, machine)
         tried: list[tuple[dict[str, Any], Prediction]] = [({}, given)]
         best, of_best = tried[0]
-        for name, options in self._dimensions(machine):
+        for name, options in self._dimensions():
             found = best, of_best
             for option in options:
                 changes = self._with_rate(best | option)
@@ -209,18 +208,17 @@ class Tuning:
                     continue
                 tried.append((changes, prediction))
                 saved = 1 - prediction.per_signal / of_best.per_signal
-                for key in (key for key, value in changes.items() if value != best.get(key)):
-                    reason = (
-                        f"{abs(saved):.0%} {'fewer' if saved > 0 else 'more'} seconds to equal signal, by prediction"
-                    )
-                    self.reasons[_text({key: changes[key]})] = reason if key in option else FOLLOWS
+                reason = f"{abs(saved):.0%} {'fewer' if saved > 0 else 'more'} seconds to equal signal, by prediction"
+                changed = [key for key, value in changes.items() if (key, value) not in best.items()]
+                new = {key: reason if key in option else FOLLOWS for key in changed}
+                self.reasons[_text(changes)] = self.reasons.get(_text(best), {}) | new
                 if prediction.per_signal < (1 - WORTHWHILE) * found[1].per_signal:
                     found = tried[-1]
             best, of_best = found
             self.say(f"{name}: {of_best.per_signal / given.per_signal:.2f} of the given configuration's seconds")
         return tried
 
-    def _dimensions(self, machine: Machine) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    def _dimensions(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         """Yield what is tried, one dimension after another."""
         c = self.c
         yield "selector", [{"selector": name} for name, cls in SELECTORS.items() if getattr(cls, "wants_signal", False)]
@@ -229,8 +227,6 @@ class Tuning:
         yield "group size", [{"num_generations": self._sizes((1, x))[1]} for x in (0.5, 2)]
         yield "batch", [{"prompts_per_step": self._sizes((x, 1))[0]} for x in (0.5, 2)]
         yield "reuse", [{"reuse": None}, *({"reuse": {"updates": n}} for n in (2, 4))]
-        if machine.drafts != 1:
-            yield "drafts", [{"speculative": False}, {"speculative": True}]
         if (cores := usable_threads()) > 1:
             default = RunConfig.model_fields["rollout_batch"].default
             processes = [{"name": "processes", "samplers": n} for n in sorted({1, cores - 1})]
@@ -260,7 +256,8 @@ class Tuning:
         """
         given = next(prediction for changes, prediction in ranked if not changes)
         few = [each for each in ranked if each[1].per_signal < given.per_signal][:CONTENDERS]
-        runs = [self.run(GIVEN, {}, Limits(self.left("run") / (1 + len(few))), given)]
+        most = min(self.left("run") / (1 + len(few)), self.left("learning rate") / (1 + len(few) + len(RATES)))
+        runs = [self.run(GIVEN, {}, Limits(most), given)]
         if not runs[0].warm:
             raise ConfigError(runs[0].stopped)
         seconds = sum(sum(step.seconds.values()) for step in runs[0].steps)
@@ -297,8 +294,8 @@ class Tuning:
             return best
         if highest is not best:
             means = f"{highest.mean_passed:.3f}, at {rate:g} {best.mean_passed:.3f}"
-            chosen = {"learning_rate": highest.changes["learning_rate"]}
-            self.reasons[_text(chosen)] = f"mean held-out pass@1 over {seconds:.0f} s is {means}"
+            new = {"learning_rate": f"mean held-out pass@1 over {seconds:.0f} s is {means}"}
+            self.reasons[_text(highest.changes)] = self.reasons.get(_text(best.changes), {}) | new
         return highest
 
     def _noise(self, run: BriefRun) -> float:
@@ -349,9 +346,8 @@ def tune(
         raise KeyboardInterrupt(f"{len(tuning.runs)} runs are in {folder}; the same command continues") from None
     return {
         "changes": best.changes,
-        "reasons": {key: tuning.reasons[_text({key: value})] for key, value in best.changes.items()},
+        "reasons": {key: tuning.reasons[_text(best.changes)][key] for key in best.changes},
         "costs_s": {} if machine is None else machine.costs.seconds,
-        "drafts": 1.0 if machine is None else machine.drafts,
         "predicted": [_of_prediction(*each) for each in ranked if each[1].seconds],
         "runs": [_of_run(name, run) for name, run in tuning.runs.items() if run.warm],
         "notes": tuning.notes,

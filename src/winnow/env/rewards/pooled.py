@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..workers.functions import json_default
+from ...base.files import json_default
 from ..workers.worker import shared_pool
 
 Row = Mapping[str, Any]

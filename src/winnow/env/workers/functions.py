@@ -168,12 +168,3 @@ def _place(error: BaseException) -> str:
     frame = own[-1] if own else entered[0]
     file = os.path.relpath(frame.filename)
     return f" ({os.path.basename(file) if file.startswith('..') else file}:{frame.lineno})"
-
-
-def json_default(value: Any) -> Any:
-    """Convert numbers and arrays of numpy and torch to plain ones, dates to ISO text. Raises TypeError for others."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    raise TypeError(f"{type(value).__name__} cannot be passed to or from a worker process as JSON")

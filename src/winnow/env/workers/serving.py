@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ...base.files import json_default
 from ...base.forkserver import die_with, lines_with_parent
-from .functions import awaited, describe_error, json_default, load_function
+from .functions import awaited, describe_error, load_function
 
 
 def main() -> None:

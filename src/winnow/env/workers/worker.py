@@ -29,9 +29,9 @@ from functools import cache
 from typing import Any, Literal
 
 from ...base.child import Child, GroupProcess
+from ...base.files import json_default
 from .bwrap_worker import Cage
 from .calls import Owed
-from .functions import json_default
 
 MAX_REPLY = 4 << 20
 """Longest reply in bytes."""

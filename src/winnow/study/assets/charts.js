@@ -228,7 +228,7 @@ const charts = (() => {
     dom.el("a", { href: url, download: name }).click();
   }
 
-  /** `x, curve, curve, ...` as logged, without smoothing. */
+  /** `x, curve, curve, ...` without smoothing; of a long series means over rows, at the last of them. */
   function csv(curves) {
     const drawn = curves.map((c) => select(c.table, [c.key])).map((d) => d.slice(0, 2));
     const [x, ...columns] = uPlot.join(drawn);
@@ -289,7 +289,12 @@ const charts = (() => {
       e.currentTarget.setAttribute("aria-pressed", String(kept.log));
       draw();
     }, String(kept.log))]),
-    tool("csv", "Save the values", () => save(`${file}.csv`, `data:text/csv;charset=utf-8,${encodeURIComponent(csv(getCurves()))}`)),
+    tool("csv", "Save the values", () => {
+      const curves = getCurves();
+      const averaged = Math.max(...curves.map((c) => c.averaged || 1));
+      const means = averaged > 1 ? `-mean-of-${averaged}-${spec.evals ? "evaluations" : "steps"}` : "";
+      save(`${file}${means}.csv`, `data:text/csv;charset=utf-8,${encodeURIComponent(csv(curves))}`);
+    }),
     tool("png", "Save the picture", () => getPlot() && save(`${file}.png`, picture(getPlot(), title)))];
   }
 

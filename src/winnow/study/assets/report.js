@@ -17,15 +17,16 @@ const report = (data, view) => {
   const ofPicked = (spec) => several && (spec.stacked || spec.ofPicked);
 
   function curvesOf(spec) {
-    const table = (r) => (spec.evals ? r.evals : r.metrics);
+    const kind = spec.evals ? "evals" : "metrics";
+    const from = (r) => ({ table: r[kind], averaged: r.averaged[kind] });
     if (ofPicked(spec) || !several) {
       const run = runs[several ? focus : 0];
-      return spec.keys.map(([k, name, shade], n) => ({ table: table(run), key: k, name, color: shade || runColor(n), band: n ? undefined : spec.band }))
+      return spec.keys.map(([k, name, shade], n) => ({ ...from(run), key: k, name, color: shade || runColor(n), band: n ? undefined : spec.band }))
         .filter((c) => logged(c.table, c.key));
     }
-    const keys = spec.keys.filter(([k]) => runs.some((r) => logged(table(r), k))).slice(0, 2);
+    const keys = spec.keys.filter(([k]) => runs.some((r) => logged(r[kind], k))).slice(0, 2);
     return runs.flatMap((r, n) => hidden.has(n) ? [] : keys.map(([k, name], j) => ({
-      table: table(r), key: k, color: runColor(n), dash: j ? [5, 4] : undefined, band: j ? undefined : spec.band,
+      ...from(r), key: k, color: runColor(n), dash: j ? [5, 4] : undefined, band: j ? undefined : spec.band,
       name: keys.length > 1 ? `${r.name} ${name}` : r.name,
     }))).filter((c) => logged(c.table, c.key));
   }
@@ -252,7 +253,7 @@ const report = (data, view) => {
 
   function page() {
     const mounts = [];
-    const averaged = Math.max(...runs.map((r) => r.averaged));
+    const averaged = Math.max(...runs.map((r) => r.averaged.metrics));
     const sections = PLAN.map((plan) => chartSection(plan, mounts));
     sections[1].append(el("div", { class: "totals" }, stackBars(), totalsCard()));
     sections.find((node) => node.id === "time").append(costsCard());
