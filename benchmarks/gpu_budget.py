@@ -49,6 +49,9 @@ def made(directory: str, name: str) -> str:
 
 def ours(c: RunConfig, gpus: Gpus) -> str:
     """Largest phase of each GPU, with slots where they are fewer than 256; or the first that does not fit."""
+    if gpus.count > 1:
+        sync = {"name": "processes", "devices": ["cuda:1"]}
+        c = c.model_copy(update={"sync": sync, "rollout_batch": "exact"})
     try:
         found = plan_for(c, gpus)
     except ConfigError as error:

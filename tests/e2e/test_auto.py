@@ -96,7 +96,8 @@ def test_threads_are_chosen_by_a_rule_saved_and_kept(
 
 
 def test_the_plan_of_a_small_model(tiny_config: dict[str, Any]) -> None:
-    planned = plan(Trainer(config=tiny_config, reward_funcs=parity_reward))
+    planned = plan(Trainer(config=tiny_config | {"eval_steps": 3}, reward_funcs=parity_reward))
+    assert planned["evaluations"] == 3, "before the first step, after the third and the last"
     assert planned["dtype"] == "float32"
     assert "million parameters" in planned["dtype_because"]
     assert (planned["threads"], planned["threads_because"]) == (1, "as configured")

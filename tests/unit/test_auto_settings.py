@@ -106,16 +106,18 @@ def test_usable_threads_are_what_the_environment_says_or_the_cores(
     assert usable_threads() == (threads or cores) >= 1
 
 
-def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("memory", "cpu", "found"), [("4096", "150000 100000", (4096, 1)), ("max", "max 100000", None)]
+)
+def test_a_container_has_what_its_limits_leave(
+    memory: str, cpu: str, found: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(processor_module, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(processor_module, "LIMITS", tmp_path)
     whole = main_memory(), usable_threads()
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert (main_memory(), usable_threads()) == whole
-    (tmp_path / "memory.max").write_text("1048576\n")
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert (main_memory(), usable_threads()) == (1048576, 1)
+    (tmp_path / "memory.max").write_text(f"{memory}\n")
+    (tmp_path / "cpu.max").write_text(f"{cpu}\n")
+    assert (main_memory(), usable_threads()) == (found or whole)
 
 
 @pytest.mark.parametrize(
@@ -371,3 +373,11 @@ def test_one_option_of_the_engine_changes_on_a_resume_and_the_others_stay(tmp_pa
         changed = resumed_config(tmp_path, changes_of(tmp_path, ["engine.slots=8"]))
         assert changed.engine == ({"name": saved} if isinstance(saved, str) else saved) | {"slots": 8}
         refuse_changes(tmp_path, values, changed)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"sync": {"name": "in_process"}}, {"sync": "processes", "max_lag": 1, "rollout_batch": {"name": "exact"}}],
+)
+def test_a_default_as_a_section_is_no_option_without_effect(changes: dict[str, Any]) -> None:
+    assert resolved(config(**changes), start()).config.sync == changes["sync"]

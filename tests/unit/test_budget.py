@@ -35,6 +35,8 @@ from ..builders.budgets import QWEN3, RECIPES, SIZES, UPDATES, VOCAB, config, qw
 from ..builders.resolving import budget, resolved
 from .engine_models import word_tokenizer
 
+ELSEWHERE: dict[str, Any] = {"sync": {"name": "processes", "devices": ["cuda:1"]}, "max_lag": 1}
+
 
 @pytest.mark.cases(one_in=5)
 @pytest.mark.parametrize(("model", "changes", "recomputed"), UPDATES)
@@ -187,7 +189,7 @@ def test_generation_holds_what_is_predicted(dtype: str) -> None:
         ("1.7B", "24GiB", {"lora": {"r": 16}}),
         ("1.7B", "80GiB", {}),
         ("4B", "80GiB", {"lora": {"r": 16}}),
-        ("4B", "2x80GiB", {}),
+        ("4B", "2x80GiB", ELSEWHERE),
     ],
 )
 def test_runs_that_fit_are_planned(tmp_path: Path, name: str, gpu: str, changes: Any) -> None:
@@ -257,7 +259,7 @@ def test_ranks_cut_what_one_gpu_cannot_hold(tmp_path: Path) -> None:
     }
     assert parts == {"weights": shapes.parameters, "optimizer": 2 * shapes.parameters}
     with pytest.raises(ConfigError, match="device: the update phase needs"):
-        plan_for(config(model=c.model, dtype="bfloat16"), Gpus.from_text("8x80GiB"))
+        plan_for(config(model=c.model, dtype="bfloat16", **ELSEWHERE), Gpus.from_text("8x80GiB"))
 
 
 @pytest.mark.parametrize(
@@ -267,6 +269,11 @@ def test_one_that_cannot_fit_is_refused_with_the_key(tmp_path: Path, name: str, 
     c = config(model=shell(tmp_path, name), dtype="bfloat16", max_completion_length=1024)
     with pytest.raises(ConfigError, match=rf"device: the update phase needs .*{key}"):
         plan_for(c, Gpus.from_text(gpu))
+
+
+def test_a_gpu_that_the_run_would_leave_idle_is_pointed_out(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--gpu: 2 GPUs, but sync: in_process samples on the learner's; plan for one"):
+        plan_for(config(model=shell(tmp_path, "0.6B")), Gpus.from_text("2x80GiB"))
 
 
 def test_keys_and_values_are_reserved_by_memory(tmp_path: Path) -> None:

@@ -80,3 +80,15 @@ def test_samplers_of_one_gpu_share_it_in_a_plan(tmp_path: Path) -> None:
     found = plan_for(of_8b(tmp_path, engine="vllm", sync=sync, max_lag=1), Gpus.from_text("2x80GiB"))
     held = found["memory_gib"]["sampler GPU"]["generation"]
     assert sum(held.values()) == pytest.approx(0.9 * 80, abs=0.5)
+
+
+def test_a_sampler_on_the_learners_gpu_counts_there_in_a_plan(tmp_path: Path) -> None:
+    """Others are on the second GPU, which they have to themselves."""
+    sync = {"name": "processes", "samplers": 3, "devices": ["cuda:1", "cuda:0", "cuda:1"]}
+    found = plan_for(of_8b(tmp_path, engine="vllm", sync=sync, max_lag=1), Gpus.from_text("2x80GiB"))["memory_gib"]
+    held = {name: phases["generation"]["vLLM (gpu_memory_utilization)"] for name, phases in found.items()}
+    assert held == {"learner GPU": pytest.approx(0.3 * 80, abs=0.5), "sampler GPU": pytest.approx(0.9 * 80, abs=0.5)}
+    assert max(sum(parts.values()) for parts in found["learner GPU"].values()) < 80
+    sync |= {"samplers": 1, "devices": ["cuda"]}
+    alone = plan_for(of_8b(tmp_path, engine="vllm", sync=sync, max_lag=1), Gpus.from_text("80GiB"))
+    assert list(alone["memory_gib"]) == ["learner GPU"]

@@ -86,7 +86,7 @@ def test_work_waits_for_a_place_and_the_run_does_not_wait_for_ever(
     assert [told["launch"]["visit"][0] for told in channel_of(sampler, 1).told[1:]] == [0, 1]
     channel_of(sampler, 1).says(None)
     sampler.options = PoolOptions(samplers=2, max_restarts=9, timeout_s=0.1)
-    with pytest.raises(SamplersLostError, match=r"only 0 of 2 samplers could be scheduled within 0\.1 s"):
+    with pytest.raises(SamplersLostError, match=r"only 0 of 2 samplers could be .* 0\.1 s .*; their imports take"):
         sampler.run(evaluation(1))
     assert sorted(group.visit.number for group in sampler.close()) == [0, 1]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 GIB, MIB = 2**30, 2**20
 CPUINFO = Path("/proc/cpuinfo")
-CONTROL_GROUP = Path("/sys/fs/cgroup")
-"""Limits of this container."""
+LIMITS = Path("/sys/fs/cgroup")
+"""Of the container, where there is one: files of control groups, version 2."""
 FAST = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """CPU flags that decide which dtype is fast."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -29,16 +29,17 @@ KEPT_FREE, LARGEST_KEPT = 64 * MIB, 32 * MIB
 
 
 def main_memory() -> int:
-    """Return the memory in bytes of the machine, or of this container."""
-    whole, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _limit("memory.max").strip()
-    return min(whole, int(limit)) if limit.isdigit() else whole
+    """Return the bytes of memory that this process may use: the machine's, or fewer in a container with a limit."""
+    memory, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _limit("memory.max")
+    return min(memory, limit[0]) if limit else memory
 
 
-def _limit(name: str) -> str:
+def _limit(name: str) -> list[int]:
+    """Return the numbers of a container's limit; empty without one."""
     try:
-        return (CONTROL_GROUP / name).read_text(encoding="ascii")
-    except OSError:
-        return "max"
+        return [int(number) for number in (LIMITS / name).read_text(encoding="ascii").split()]
+    except (OSError, ValueError):  # `max`
+        return []
 
 
 def processor() -> str:
@@ -57,13 +58,13 @@ def bfloat16_units() -> list[str]:
 
 
 def usable_threads() -> int:
-    """Return OMP_NUM_THREADS if set, else the cores available to this process and its container; at least 1."""
+    """Return OMP_NUM_THREADS if set, else the cores that this process may use, or its container's share; at least 1."""
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if said.isdigit() and int(said):
         return int(said)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _limit("cpu.max").strip().partition(" ")
-    return max(1, min(cores, int(quota) // int(period))) if quota.isdigit() and period.isdigit() else cores
+    share = _limit("cpu.max")  # microseconds of all cores in each period, and the period
+    return max(1, min(cores, share[0] // share[1])) if share else cores
 
 
 def _first_core() -> dict[str, str]:

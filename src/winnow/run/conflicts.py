@@ -11,6 +11,7 @@ from ..engine.lora import TRAINED, Adapter
 from ..methods.advantage import InUpdate
 from ..methods.correct import OverBatch
 from ..methods.policy_loss import Clip
+from ..methods.size.rollout_batch import Exact
 from ..sampler import InProcess
 from ..sampler.base import PoolOptions
 from .resolved import AUTO, Options, loss_config
@@ -23,7 +24,7 @@ def require_sync(c: RunConfig, options: Options, device: str) -> None:
     """Raise ConfigError where options of `sync` or `reuse` do nothing, contradict others, or cannot work on this
     machine."""
     carried = options.rollout_batch.carry
-    if options.asynchronous and c.changed(("rollout_batch",)):
+    if options.asynchronous and options.methods["rollout_batch"][0] != Exact():
         sync = name_of(c.sync) if options.own_engines else "lag: continuous"
         raise ConfigError(
             f"rollout_batch: has no effect with sync: {sync}, which starts groups as soon as they can "

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.errors import ConfigError
 from ..base.machine import GIB, MIB
 from ..config import RunConfig
-from ..config.options import new_groups
+from ..config.options import name_of, new_groups
 from ..engine import VllmOptions
 from ..engine.initial_model import InitialModel
 from ..learner.fsdp.learner import FsdpLearner
@@ -28,7 +29,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
     c, parameters, trained = trainer.config, trainer.learner.sizes.total, trainer.learner.sizes.trained
     rollouts = rollouts_per_step(trainer)
     example = prompt_example(trainer.task, trainer.tokenizer)
-    evaluations = -(-c.max_steps // c.eval_steps) + 1 if c.eval_steps else 0
+    evaluations = -(-c.max_steps // c.eval_steps) + 1 if c.eval_steps else 0  # also before the first and after the last
     sent = not (isinstance(trainer.learner, FsdpLearner) and trainer.learner.read)
     r, why, warnings = trainer.resolved, trainer.resolved.why, trainer.resolved.warnings
     return {
@@ -83,11 +84,16 @@ def _in_gib(phases: Phases) -> dict[str, dict[str, float]]:
 def plan_for(c: RunConfig, gpus: Gpus) -> dict[str, Any]:
     """Return the plan of a run on other GPUs: what `auto` becomes, the memory of each phase in GiB, and seconds a step.
 
-    Reads only the model's configuration. With two GPUs or more the learner has the first and samplers the others.
-    Raises ConfigError when the run cannot fit, with the keys to change.
+    Reads only the model's configuration. The learner has the first GPU, and samplers those that `sync` gives them.
+    Raises ConfigError when the run cannot fit, or would leave a GPU idle, with the keys to change.
     """
-    machine, model = Machine.with_gpus(gpus), InitialModel.from_config(c).read(c)
-    r = resolve(c, Options.from_config(c), machine, model)
+    options, machine, model = Options.from_config(c), Machine.with_gpus(gpus), InitialModel.from_config(c).read(c)
+    if gpus.count > 1 and not options.samples_elsewhere and options.ranks == 1:
+        raise ConfigError(
+            f"--gpu: {gpus.count} GPUs, but sync: {name_of(c.sync)} samples on the learner's; plan for one, or set "
+            "max_lag: 1 and sync: {name: processes, devices: [cuda:1]}"
+        )
+    r = resolve(c, options, machine, model)
     c, budgets = r.config, r.budgets
     shapes = next(iter(budgets.values())).shapes
     planned: dict[str, Any] = {"model": c.model, "parameters": shapes.parameters, "trained_parameters": shapes.trained}

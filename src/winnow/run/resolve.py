@@ -33,6 +33,7 @@ LONGEST_ROW_SHARE = 1 / 2
 """Share of memory the activations of the longest row may take before layers are recomputed."""
 CPU_SLOTS = 1024
 """Slots up to which the embedded engine gains on a CPU; measured at 0.6 million parameters (docs/benchmarks.md)."""
+SAMPLER_GPU = "sampler GPU"
 KEYS_SHARE = 1 / 8
 """Share of memory that keys and values may take for more slots than the default's."""
 MOST_SHARE = 1 / 2
@@ -293,30 +294,45 @@ def _sizes_on_gpu(
 
     Samplers with GPUs of their own are assumed to have as much each. Raises ConfigError if the run cannot fit.
     """
-    shapes, engine = Shapes.from_model(model.meta_model, c.lora), options.engine
-    apart = not alone and (options.samples_elsewhere or machine.planned_gpus > 1)
-    roles = {"learner GPU": (True, False), "sampler GPU": (False, True)} if apart else {"GPU": (not alone, True)}
-    if not alone and options.engine_of(0) is not None:
-        del roles["sampler GPU"]
-    sizes = Sizes({}, {}, {}, {})
-    for name, (learner, sampler) in roles.items():
-        for_run = engine_for_run(c, options, alone=alone or not (learner or options.own_engines))
+    shapes, sizes = Shapes.from_model(model.meta_model, c.lora), Sizes({}, {}, {}, {})
+    places = options.sync.places(c.device) if isinstance(options.sync, Processes) and not alone else []
+    for name, (learner, slot) in _roles(c, options, places, alone).items():
+        for_run = engine_for_run(c, options, alone=alone, slot=slot or 0)
         more: dict[str, Any] = {"several_turns": several_turns, "total": machine.gpu_total}
-        whole = Budget(c, shapes, machine.gpu_memory, for_run, options.ranks, learner, sampler, **more)
-        if sampler and not alone and isinstance(options.sync, Processes):
-            whole = replace(whole, samplers=(places := options.sync.places(c.device)).count(places[0]))
-        budget, chosen = whole.fitted(share_given=getattr(engine, "gpu_memory_utilization", None) is not None)
-        phases = budget.phases() if sampler and apart and not machine.planned_gpus else budget.require_room()
+        whole = Budget(c, shapes, machine.gpu_memory, for_run, options.ranks, learner, slot is not None, **more)
+        if places and slot is not None:
+            whole = replace(whole, samplers=places.count(places[slot]))
+        given = getattr(options.engine, "gpu_memory_utilization", None) is not None
+        budget, chosen = whole.fitted(share_given=given)
+        elsewhere = name == SAMPLER_GPU and not machine.planned_gpus
+        phases = budget.phases() if elsewhere else budget.require_room()
         need = max(sum(held.values()) for held in phases.values())
         largest = next(phase for phase, held in phases.items() if sum(held.values()) == need)
         reason = f"{need / GIB:.1f} of {machine.gpu_memory / GIB:.1f} GiB in the {largest} phase"
         sizes.budgets[name] = budget
-        sizes.engine.update(chosen.pop("engine", {}))
+        if of_engine := chosen.pop("engine", {}):  # samplers on the next GPU have the same options
+            sizes.engine.update(of_engine)
+            options = replace(options, engine=replace(options.engine, **of_engine))
         sizes.values.update(chosen)
         sizes.why.update(dict.fromkeys(chosen, reason))
         if budget.engine != whole.engine and not machine.planned_gpus:  # a plan says why this engine
             sizes.why["engine"] = reason
     return sizes
+
+
+def _roles(c: RunConfig, options: Options, places: list[str], alone: bool) -> dict[str, tuple[bool, int | None]]:
+    """Return for each GPU whether the learner is there, and the slot of a sampler there; None without one.
+
+    `places`: devices of sampler processes.
+    """
+    if alone or not options.samples_elsewhere:
+        return {"GPU": (not alone, 0)}
+    mine = numbered(c.device)
+    roles: dict[str, tuple[bool, int | None]] = {"learner GPU": (True, places.index(mine) if mine in places else None)}
+    others = [slot for slot, place in enumerate(places or [""]) if place != mine]
+    if others and options.engine_of(0) is None:
+        roles[SAMPLER_GPU] = (False, others[0])
+    return roles
 
 
 def choose_slots(default: int, wanted: int, bytes_per_slot: int, memory: int, several_turns: bool) -> tuple[int, str]:

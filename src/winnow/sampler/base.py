@@ -101,6 +101,9 @@ class SamplerOptions(Protocol):
 class PoolOptions:
     """Base class of the options of samplers in other processes."""
 
+    unplaced: ClassVar[str] = "their imports take longer on this machine; raise timeout_s"
+    """Remedy where samplers have no place in time."""
+
     samplers: PositiveInt = 1
     threads: PositiveInt = 1
     """Threads of each sampler, for matrix products."""

@@ -259,7 +259,7 @@ class SamplerPool(Sampler):
         elif now - self._short_since > start_s:
             raise SamplersLostError(
                 f"sync: only {placed} of {self.options.samplers} samplers could be scheduled within {start_s:g} s "
-                f"({self._needed} required); free resources of the cluster (see `ray status`), or add nodes"
+                f"({self._needed} required); {self.options.unplaced}"
             )
 
     def _replace(self, member: SamplerHandle, what: str, why: str = "") -> list[Group]:

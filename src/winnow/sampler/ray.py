@@ -41,6 +41,7 @@ class Ray(PoolOptions):
     """Samplers as actors of a Ray cluster, spread over its nodes."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"asynchronous", "own_engine"})
+    unplaced: ClassVar[str] = "free resources of the cluster (see `ray status`), or add nodes"
 
     ray_address: str | None = None
     """Cluster to join, e.g. `auto`; None: that of RAY_ADDRESS, else one started on this machine."""
