@@ -91,8 +91,8 @@ def resolve(
         require_adapters(c, options, engine, model.adapter if model.resume else None)
     if not alone:
         require_sync(c, options, machine.device.type)
-    resolved = Resolved.of(c, options, model, engine, machine.device, why | sizes.why, sizes.budgets)
-    return replace(resolved, warnings=_slow_settings(c, machine, preferred, why_preferred))
+    warnings = _slow_settings(c, machine, preferred, why_preferred)
+    return Resolved(c, options, model, engine, machine.device, why | sizes.why, warnings, sizes.budgets)
 
 
 def resolve_here(c: RunConfig, *, alone: bool = False, several_turns: bool = False) -> Resolved:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -191,11 +192,6 @@ class Resolved:
     engine: Any
     """Options of the engine for this run."""
     device: torch.device
-    rollout_options: Mapping[Purpose, RolloutOptions]
-    learner_context: LearnerContext
-    loss: LossConfig
-    step_options: StepOptions
-    """These four follow from configuration and options: what the runner, the learner and the optimizer step get."""
     why: Mapping[str, str]
     """Reasons, by config key."""
     warnings: Sequence[str] = ()
@@ -203,32 +199,25 @@ class Resolved:
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Memory by GPU; empty on a CPU."""
 
-    @classmethod
-    def of(
-        cls,
-        c: RunConfig,
-        options: Options,
-        model: InitialModel,
-        engine: Any,
-        device: torch.device,
-        why: Mapping[str, str],
-        budgets: Mapping[str, Budget],
-    ) -> Resolved:
-        """Return a run with what each part is built from, which follows from the configuration and its methods."""
-        greedy_baseline = options.methods["advantage"][0].greedy_baseline
-        return cls(
-            c,
-            options,
-            model,
-            engine,
-            device,
-            rollout_options(c, greedy_baseline=greedy_baseline),
-            learner_context(c, options),
-            loss_config(c, options),
-            step_options(c, options),
-            why,
-            budgets=budgets,
-        )
+    @cached_property
+    def rollout_options(self) -> Mapping[Purpose, RolloutOptions]:
+        """What the runner gets."""
+        greedy_baseline = self.options.methods["advantage"][0].greedy_baseline
+        return rollout_options(self.config, greedy_baseline=greedy_baseline)
+
+    @cached_property
+    def learner_context(self) -> LearnerContext:
+        """What the learner is built from."""
+        return learner_context(self.config, self.options)
+
+    @cached_property
+    def loss(self) -> LossConfig:
+        return loss_config(self.config, self.options)
+
+    @cached_property
+    def step_options(self) -> StepOptions:
+        """What the optimizer step gets."""
+        return step_options(self.config, self.options)
 
     @property
     def behind(self) -> int:
