@@ -144,7 +144,7 @@ def test_many_calls_from_many_threads_keep_their_answers(functions):
         ("crash", "died", "SIGSEGV"),
         ("leave", "raised", "SystemExit: 4"),
         ("big", "died", "reply of over"),
-        ("unserialisable", "raised", "object cannot be passed"),
+        ("unserialisable", "raised", "object cannot be written as JSON"),
         ("deep", "raised", "RecursionError"),
         ("fill", "raised", "MemoryError"),
         ("nasty", "raised", "Nasty"),
@@ -190,7 +190,7 @@ def test_values_that_are_not_json(pool, functions):
     result = pool.call(f"{functions}:nan", {}).result(60)
     assert result != result
     assert pool.call(f"{functions}:add", {"a": "\ud800\0", "b": "é"}).result(60) == "\ud800\0é"
-    with pytest.raises(TypeError, match="object cannot be passed"):
+    with pytest.raises(TypeError, match="object cannot be written as JSON"):
         pool.call(f"{functions}:add", {"a": object()})
 
 

@@ -6,12 +6,11 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..config import CLIPPING, RunConfig
-from ..config.options import name_of
+from ..config.options import name_of, section_of
 from ..engine.lora import TRAINED, Adapter
 from ..methods.advantage import InUpdate
 from ..methods.correct import OverBatch
 from ..methods.policy_loss import Clip
-from ..methods.size.rollout_batch import Exact
 from ..sampler import InProcess
 from ..sampler.base import PoolOptions
 from .resolved import AUTO, Options, loss_config
@@ -24,7 +23,9 @@ def require_sync(c: RunConfig, options: Options, device: str) -> None:
     """Raise ConfigError where options of `sync` or `reuse` do nothing, contradict others, or cannot work on this
     machine."""
     carried = options.rollout_batch.carry
-    if options.asynchronous and options.methods["rollout_batch"][0] != Exact():
+    if options.asynchronous and section_of(c.rollout_batch) != section_of(
+        RunConfig.model_fields["rollout_batch"].default
+    ):
         sync = name_of(c.sync) if options.own_engines else "lag: continuous"
         raise ConfigError(
             f"rollout_batch: has no effect with sync: {sync}, which starts groups as soon as they can "
