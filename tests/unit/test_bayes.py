@@ -213,3 +213,8 @@ def test_the_size_of_a_group_in_parts_tells_nothing() -> None:
         chosen.observe_group(make_group(prompt, rewards if len(set(rewards[:4])) > 1 else rewards[:4]))
     assert chosen.metrics()["thompson/auroc"] == 0.5
     assert chosen.metrics()["thompson/mixed"] == pytest.approx(7 / 8, abs=0.05)
+
+
+def test_the_first_step_knows_groups_that_are_large_enough_for_the_advantage() -> None:
+    chosen = Bayes().build(PROMPTS, 0, GroupJudge(advantage=MaxAtK(16)))
+    assert chosen.keep_probability(np.array([0])).tolist() == [1.0]

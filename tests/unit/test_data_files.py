@@ -77,6 +77,7 @@ def test_columns_of_a_csv_file_are_numbers_only_where_that_changes_no_text(tmp_p
     columns = {
         "prompt": ["a", "b", "c"],
         "mixed": ["5", "2.5", "10"],
+        "small": ["1e-05", "0.5", "2e+16"],
         "long": ["12345678901234567890", "1", ""],
         "code": ["007", "8", "9"],
         "price": ["3.50", "2.25", "NA"],
@@ -88,7 +89,8 @@ def test_columns_of_a_csv_file_are_numbers_only_where_that_changes_no_text(tmp_p
     (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
     found = [prompt.columns for prompt in build(tmp_path / "a.csv").train]
     read = {name: [row[name] for row in found] for name in columns if name != "prompt"}
-    assert [*map(repr, read.pop("mixed"))] == columns["mixed"]
+    for numbers in ("mixed", "small"):
+        assert [*map(repr, read.pop(numbers))] == columns[numbers]
     assert read.pop("long") == [12345678901234567890, 1, None]
     assert read == {name: [cell if cell not in ("", "NA") else None for cell in columns[name]] for name in read}
 

@@ -41,10 +41,6 @@ UNUSABLE: dict[str, tuple[Callable[[StandIn], Any], str]] = {
     "no tokens": (lambda s: s.statuses.update({"/inference/v1/generate": 403}), "start it with --enable-scale-out"),
     "key": (lambda s: s.statuses.update({"/inference/v1/generate": 401}), "start it without --api-key"),
     "odd": (lambda s: s.config.clear(), "its /server_info cannot be read"),
-    "dying": (
-        lambda s: s.statuses.update({"/server_info": 500}),
-        "status 500 of /server_info; it is not a vLLM server",
-    ),
     "other model": (
         lambda s: setattr(s._model.config, "hidden_size", 4_096),
         "its hidden_size is 4096.*the run's model",
@@ -118,6 +114,10 @@ def test_a_server_that_stops_answering_is_no_refusal(
             held.wait(20)
         return answers(path, body)
 
+    server.statuses["/server_info"] = 500
+    with pytest.raises(ServerError, match="/server_info: status 500"):
+        connect(server, tiny_model, tokenizer)
+    del server.statuses["/server_info"]
     monkeypatch.setattr(server, "post", post)
     with pytest.raises(ServerError, match=r"no answer to /init_weight_transfer_engine within 1\.5 s") as caught:
         connect(server, tiny_model, tokenizer, timeout_s=1.5)

@@ -143,6 +143,11 @@ def _make_plain(model: Any) -> None:
         raise ConfigError("model: the object is on several devices or offloaded; load it without device_map")
     if (attention := model.config.get_text_config()._attn_implementation) not in ("sdpa", "eager"):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        if model.config.get_text_config()._attn_implementation == attention:
+            raise ConfigError(
+                f"model: attn_implementation: {attention} cannot take the masks of engine and learner, and its class "
+                "cannot change it; load it with attn_implementation='eager'"
+            )
         warnings.warn(
             f"model: attn_implementation: {attention} cannot take the masks of engine and learner; "
             f"{model.config._attn_implementation} is used",

@@ -172,9 +172,9 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _number(text: str) -> int | float | None:
-    """Return the number that Python writes like this text; None for others, such as 007, 3.50 and 1e3."""
+    """Return the number that Python writes like this text; None for others, such as 007, 3.50, 1e3 and inf."""
     try:
-        number = float(text) if "." in text else int(text)
+        number = float(text) if "." in text or "e" in text else int(text)
     except ValueError:
         return None
     return number if str(number) == text.strip() else None

@@ -131,7 +131,7 @@ def check_prompts(options: RolloutOptions, task: Task, tokenizer: Any, engine: E
         try:
             ids = encode_prompt(tokenizer, prompt)
             if isinstance(task, AgentTask):  # its requests are the prompts
-                ids = ids[-limit:]
+                ids = ids[-min(limit, (options.context_length or limit + 1) - 1) :]
             if len(ids) > limit:
                 raise ConfigError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
             if task.max_turns > 1 and prompt.messages is not None:

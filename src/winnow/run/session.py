@@ -334,10 +334,12 @@ class Session:
         if not n or step == self.config.max_steps or success.undecided:
             return
         profiler = Profiler(self.parts.sampler.run)
-        m.selector.profiled(profiler.run(train, n=n, success=success, epoch=step))
+        rates = list(profiler.run(train, n=n, success=success, epoch=step))
+        m.selector.profiled(rates)
         self.ledger.evaluation(step, rollouts=profiler.rollouts, tokens=profiler.tokens, seconds=profiler.seconds)
         if unjudged := [*profiler.unjudged.values()]:
-            message = f"selector: {len(unjudged)} of {len(train)} prompts have no new pass rate, e.g. {unjudged[0]}"
+            without = len(train) - len(rates)
+            message = f"selector: {without} of {len(train)} prompts have no new pass rate, e.g. {unjudged[0]}"
             self._warn(step, message)
 
     def _record(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:

@@ -57,6 +57,8 @@ MOST_GROUPS, FEWEST_GROUPS = 8_000, 200
 SIMULATIONS = 30
 """Simulations that a search takes, about."""
 FOLLOWS = "follows prompts_per_step by its square root"
+FORMAT = 2
+"""Of state.json; files of another one are refused."""
 WHILE_MEASURING = (
     *("selector", "group_size", "gates", "audit", "reuse", "sync"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "lr_end", "lr_decay_steps", "warmup_steps"),
@@ -84,7 +86,7 @@ class Tuning:
         self._groups = min(MOST_GROUPS, self.c.max_steps * self.c.prompts_per_step)
         self._seconds, self._began = 60 * minutes, clock()
         private_directory(folder)
-        self._file, self._key = folder / "state.json", digest(c.model_dump(mode="json"))
+        self._file, self._key = folder / "state.json", digest([FORMAT, c.model_dump(mode="json")])
         saved: dict[str, Any] = {"key": self._key, "seconds": 0.0, "runs": {}, "search": None}
         if self._file.exists():
             saved = from_json(self._file.read_text(encoding="utf-8"))

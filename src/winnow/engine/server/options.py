@@ -87,6 +87,8 @@ def _config_of(client: Client, timeout_s: float) -> Mapping[str, Any]:
     try:
         answer = client.get("/server_info?config_format=json", timeout_s)
     except StatusError as error:
+        if error.status >= 500:  # it fails, which is no refusal
+            raise
         raise ConfigError(
             f"status {error.status} of /server_info; it is not a vLLM server, or has no interface for weight updates: "
             "start it with VLLM_SERVER_DEV_MODE=1 in its environment"

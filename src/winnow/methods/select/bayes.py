@@ -66,7 +66,7 @@ class BayesSelector(StreamSelector):
 
     def keep_probability(self, ordinals_N: np.ndarray) -> np.ndarray:
         """Return the probability to roll out each prompt, float64 [N]; 1 for one as promising as a new prompt."""
-        teaches = self.judge.teaching_counts(self.probe or self.size)
+        teaches = self.judge.teaching_counts(max(self.probe or self.size, self.judge.least))
         prior_a, prior_b = self.posteriors.prior()
         unseen = signal_probability(np.array([prior_a]), np.array([prior_b]), teaches)
         keep_N = signal_probability(*self.posteriors.for_prompts(ordinals_N), teaches) / unseen

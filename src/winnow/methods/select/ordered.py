@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,9 @@ class Ordered:
 
 def _number(value: Any) -> float | None:
     """Return a float; None for values that are no comparable number."""
+    if isinstance(value, str):  # of a CSV file, where 0.50 stays as it is written
+        with suppress(ValueError):
+            value = float(value)
     if isinstance(value, bool | int | float | np.generic) and not np.isnan(number := float(value)):
         return number
     return None
