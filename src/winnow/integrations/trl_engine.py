@@ -157,9 +157,9 @@ def unmerged(model: Any) -> str:
         for key, value in adapter.to_dict().items():
             if value and key not in {*TRAINED, *UNUSED, "bias", "revision"}:
                 return f"{key}={value!r}"
-    first: Any = model.get_input_embeddings() if adapters else None
-    if hasattr(first, "get_delta_weight") and first.weight is model.get_output_embeddings().weight:
-        return "an adapter on embeddings that are tied to the head"
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()] if adapters else []
+    if any(hasattr(end, "get_delta_weight") for end in ends) and ends[0].weight is ends[1].weight:
+        return "an adapter on embeddings or a head that are tied"
     return ""
 
 

@@ -157,7 +157,8 @@ class StopConditions:
         they can be judged now. One group alone, as in a step of one prompt, says nothing."""
         failed = self._failed + Counter(dict(tally.failed.most_common()))
         finished, several = self._finished + tally.rollouts, tally.groups > 1 or self._finished > 0
-        many = finished >= MIN_FAILURES_JUDGED or tally.groups >= max(self._prompts_per_step, 2)
+        whole = 1 < self._prompts_per_step <= tally.groups  # a second group of a step of one is a refill
+        many = finished >= MIN_FAILURES_JUDGED or whole
         return failed, finished, several and many
 
     def of_step(
