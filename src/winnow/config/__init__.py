@@ -238,7 +238,8 @@ class RunConfig(BaseModel):
         """Return the first of these keys that is not at its default, as `key: value`, or empty text."""
         for name in names:
             value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
+            plain = value["name"] if isinstance(value, dict) and [*value] == ["name"] else value
+            if plain != type(self).model_fields[name].default:
                 return f"{name}: {value}"
         return ""
 

@@ -102,7 +102,7 @@ def rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str
 
 
 def text_of(part: Mapping[str, Any]) -> str:
-    """Return the text of a part of a message. Raises PromptError if it is none."""
+    """Return the text of a part of a message. Raises PromptError if it has no text."""
     if not isinstance(part.get("text"), str):
         kind = part.get("type")
         raise PromptError(f"a message has a part of type '{kind}'; the model is given text only: remove it")

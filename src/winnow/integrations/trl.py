@@ -114,6 +114,8 @@ class WinnowGRPOTrainer(GRPOTrainer):
                 raise ConfigError("train_dataset: env brings its own prompts; give one of the two")
             kwargs["train_dataset"] = Dataset.from_list([{"prompt": _row_of(p)["prompt"]} for p in given.train])
             if kwargs.get("reward_funcs") is None and given.reward_funcs:
+                if isinstance(given, AgentTask):  # its reward would be lost
+                    raise ConfigError("reward_funcs: give env_reward if the agent gives the reward, else functions")
                 kwargs["reward_funcs"] = list(given.reward_funcs)
             _require_env_reward(given, kwargs.get("reward_funcs"), kwargs.get("eval_dataset"))
         super().__init__(**kwargs)
@@ -178,7 +180,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
             self._sampled = [rollout for group in sampled for rollout in group.rollouts]
             self._completions = [_completion(group.prompt, rollout) for group in sampled for rollout in group.rollouts]
             self.rollout_func = as_rollout_func(self._sampled, self._tokenizer.pad_token_id)
-            self.mask_truncated_completions = False  # TRL judges by the last token; a limit on turns is none
+            self.mask_truncated_completions = False  # TRL judges by the last token, and a limit on turns has no token
         try:
             with self._of_rollouts(self._sampled or ()), self._corrected(self._winnow.corrects):
                 output = super()._generate_and_score_completions(rows)

@@ -56,7 +56,6 @@ def batch_of(
     rows: Sequence[Tensors],
     advantages_N: np.ndarray,
     times_N: np.ndarray,
-    count: int,
     *,
     loss_type: str,
     empty: Sequence[Tensors],
@@ -65,19 +64,17 @@ def batch_of(
 ) -> Tensors:
     """Return N rows, then the `empty` ones, as a rectangle padded as TRL pads.
 
-    Each row counts as `times_N` of the `count` rows that the loss averages over, an empty one as none: the loss equals
-    TRL's on the N rows alone. Lengths are a multiple of `multiple_of`, as TRL's `pad_to_multiple_of`.
+    Each row counts as `times_N` of the N rows that the loss averages over, an empty one as 0: the loss equals TRL's on
+    the N rows alone. Lengths are a multiple of `multiple_of`, as TRL's `pad_to_multiple_of`.
     """
     n, total = len(rows), len(rows) + len(empty)
     merged = _merged([*rows, *empty], pad_token, multiple_of)
     merged["completion_mask"][n:] = 0
-    times_N = times_N if loss_type in TOKEN_MEANS or not count else times_N * total / count
+    times_N = times_N if loss_type in TOKEN_MEANS or not n else times_N * total / n
     device = merged["completion_mask"].device
     weighted = np.concatenate([advantages_N * times_N, np.zeros(total - n)])
     merged["advantages"] = torch.tensor(weighted, dtype=torch.float32, device=device)
     tokens = (merged["completion_mask"] * merged.get("tool_mask", 1)).sum()
-    if count > n > 0:  # absent rows have the mean length of the others
-        tokens = tokens * (count / n)
     return merged | {"num_items_in_batch": tokens}
 
 

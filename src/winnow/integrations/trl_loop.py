@@ -99,10 +99,10 @@ class LoopInTrl:
     def _saved(self, stop: RunStoppedError) -> RunStoppedError:
         """Return the error once the steps that were trained are in a checkpoint."""
         t = self._trainer
-        if not t.state.global_step:
-            return stop
         directory = Path(t._get_output_dir(trial=None)) / f"checkpoint-{t.state.global_step}"
         if self._saved_in != directory:
+            if not t.state.global_step or t._step % t.args.gradient_accumulation_steps:
+                return stop  # the first batches of an update are booked, but not in the weights
             t._save_checkpoint(t.model, trial=None)
         return type(stop)(f"{stop}; the model is saved in {directory}")
 
@@ -309,7 +309,6 @@ class LoopInTrl:
         trained = [(group, r) for group in batch.groups for r in group.rollouts if r.reward is not None]
         rows, self._in_batch = [self._sampler.row(*each) for each in trained], [r for _, r in trained]
         unbiased = step_options(self.config, self._methods.options).unbiased
-        pruned = sum(r.fate == Fate.PRUNED for g in batch.groups for r in g.rollouts) if unbiased else 0
         parts = self._trainer.args.steps_per_generation  # into which TRL divides the batch
         missing = -len(rows) % parts if rows else parts
         advantages_N = self._advantages(batch.groups, rows)
@@ -319,7 +318,6 @@ class LoopInTrl:
             rows,
             advantages_N,
             np.array([1 / r.survival_p if unbiased else 1.0 for r in self._in_batch]),
-            len(rows) + pruned,
             loss_type=self._trainer.loss_type,
             empty=[self._sampler.row(batch.finished[0], batch.finished[0].rollouts[0])] * missing,
             pad_token=self._trainer._tokenizer.pad_token_id,

@@ -147,8 +147,9 @@ class StopConditions:
         if not enough or share <= self._limits.max_failed_share:
             return None
         cause, count = faults[0]
+        so_far = f", {sum(n for _, n in faults)} of the {finished} that have finished" if finished < planned else ""
         return RunStoppedError(
-            f"step {step}: {share:.0%} of the rollouts failed (max_failed_share="
+            f"step {step}: {share:.0%} of the rollouts failed{so_far} (max_failed_share="
             f"{self._limits.max_failed_share:.0%}); most often ({count}x): {cause}"
         )
 

@@ -6,12 +6,11 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..config import CLIPPING, RunConfig
-from ..config.options import name_of, section_of
+from ..config.options import name_of
 from ..engine.lora import TRAINED, Adapter
 from ..methods.advantage import InUpdate
 from ..methods.correct import OverBatch
 from ..methods.policy_loss import Clip
-from ..sampler import InProcess
 from ..sampler.base import PoolOptions
 from .resolved import AUTO, Options, loss_config
 
@@ -23,16 +22,14 @@ def require_sync(c: RunConfig, options: Options, device: str) -> None:
     """Raise ConfigError where options of `sync` or `reuse` do nothing, contradict others, or cannot work on this
     machine."""
     carried = options.rollout_batch.carry
-    if options.asynchronous and section_of(c.rollout_batch) != section_of(
-        RunConfig.model_fields["rollout_batch"].default
-    ):
+    if options.asynchronous and c.changed(("rollout_batch",)):
         sync = name_of(c.sync) if options.own_engines else "lag: continuous"
         raise ConfigError(
             f"rollout_batch: has no effect with sync: {sync}, which starts groups as soon as they can "
             "still be trained within max_lag; remove it"
         )
     lags = c.max_lag > carried or options.overlap or options.own_engines  # what is carried waits for a step
-    if not lags and options.sync != InProcess():
+    if not lags and c.changed(("sync",)):
         raise ConfigError("sync: options of in_process have no effect without a lag (max_lag); remove them")
     if isinstance(options.sync, PoolOptions) and options.sync.timeout_s <= c.reward_timeout_s:
         raise ConfigError(
