@@ -19,7 +19,7 @@ from winnow.engine.server.client import Client
 
 TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 START_S = 180.0
-LONG = 800
+LONG = 8000
 """Tokens of a sequence: more than a server samples between a resume and a pause."""
 
 

@@ -32,7 +32,8 @@ def test_it_trains_and_a_resume_goes_on_exactly(config: dict[str, Any], tmp_path
     other = tmp_path / "other"
     Trainer(config=config | {"output_dir": str(other), "max_steps": 2}).train()
     Trainer.resume(other, {"max_steps": 4}).train()
-    assert fingerprint(other) == fingerprint(run)
+    computed = "num_computed_tokens"  # depends on when the agent's program asks
+    assert fingerprint(other, computed) == fingerprint(run, computed)
 
 
 @pytest.mark.slow

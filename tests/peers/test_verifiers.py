@@ -82,8 +82,7 @@ def test_a_trace_that_branches_has_a_segment_for_each(config: dict[str, Any], tm
     other = tmp_path / "other"
     Trainer(config=config | {"output_dir": str(other), "max_steps": 2}).train()
     Trainer.resume(other, {"max_steps": 4}).train()
-    one, two = (fingerprint(each, "num_computed_tokens") for each in (other, run))
-    assert (one["weights"], one["metrics"]) == (two["weights"], two["metrics"])  # the ledger has the metrics, too
+    assert fingerprint(other, "num_computed_tokens") == fingerprint(run, "num_computed_tokens")
     assert_clean(other)
 
 

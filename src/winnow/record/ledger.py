@@ -267,14 +267,17 @@ class Ledger:
         return dict(self._db.execute(query).fetchall())
 
     def digest(self) -> str:
-        """Return a SHA-256 of all valid rows without wall times: equal for a resumed and an uninterrupted run."""
+        """Return a SHA-256 of all valid rows: equal for a resumed and an uninterrupted run.
+
+        Wall times are left out, and how much was computed, which depends on when an agent's program asks.
+        """
         sha = hashlib.sha256()
         with self._reading() as db:
             for table, order in _ORDER.items():
                 sha.update(table.encode())
                 columns = [name for name in COLUMNS[table].split(", ") if name not in _WALL_CLOCK]
                 for row in db.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE void = 0 ORDER BY {order}"):
-                    sha.update(repr(_without_wall_times(row) if table == "steps" else row).encode())
+                    sha.update(repr(_without_costs(row) if table == "steps" else row).encode())
         return sha.hexdigest()
 
     def verify(self, marks: Mapping[str, Mapping[str, Any]] | None = None) -> Proof:
@@ -387,10 +390,10 @@ def _zero_variance(kind: GroupKind) -> str | None:
     return {GroupKind.SIGNAL: "none", GroupKind.NOT_JUDGED: None}.get(kind, kind.value)
 
 
-def _without_wall_times(row: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_costs(row: tuple[Any, ...]) -> tuple[Any, ...]:
     step, version, metrics = row
-    return step, version, sorted((k, v) for k, v in from_json(metrics).items() if not _is_wall_time(k))
+    return step, version, sorted((k, v) for k, v in from_json(metrics).items() if not _is_cost(k))
 
 
-def _is_wall_time(key: str) -> bool:
-    return "second" in key or key.endswith(("_time", "_wait_s"))
+def _is_cost(key: str) -> bool:
+    return "second" in key or key.endswith(("_time", "_wait_s")) or key == "num_computed_tokens"
