@@ -15,7 +15,7 @@ import pytest
 from winnow import Trainer
 from winnow.cli.console import settings
 from winnow.config import validate
-from winnow.config.paths import BUILTIN_REWARDS, absolute_paths
+from winnow.config.paths import absolute_paths
 from winnow.env.presets import PRESETS
 from winnow.env.rewards import rewarder
 from winnow.env.rewards.math import gold_answer
@@ -185,4 +185,3 @@ def test_names_of_rewards_are_no_paths_and_links_keep_theirs(tmp_path: Path, mon
     found = absolute_paths({"reward_funcs": names, "env": {"name": "dataset", "path": "train.jsonl"}})
     assert found["reward_funcs"] == names
     assert found["env"]["path"] == f"{tmp_path}/train.jsonl"
-    assert rewarder.BUILTIN.keys() == BUILTIN_REWARDS

@@ -10,11 +10,10 @@ from typing import Any
 
 from ..base.sanitize import home
 from . import METHODS, RunConfig
+from .options import REWARDS
 
 OPTIONS = ("path", "test", "games", "data", "python", "profile")
 """Method options that name files."""
-BUILTIN_REWARDS = frozenset({"countdown", "exact", "math"})
-"""Names of reward functions, also where a folder has the same name."""
 
 
 def absolute_paths(values: Mapping[str, Any], *, resumed: bool = False) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def _changed(values: Mapping[str, Any], change: Callable[[str], str], output: Ca
     result = dict(values)
 
     def reward(text: str) -> str:
-        return text if text in BUILTIN_REWARDS else change(text)
+        return text if text in REWARDS else change(text)
 
     for key, its in (("model", change), ("reward_funcs", reward), ("output_dir", output)):
         if result.get(key) is not None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.dotted import TargetError
 from ...base.sanitize import redact
 from ...config.errors import reward_hint
+from ...config.options import REWARDS
 from ...types import Fate, Group, Rollout
 from ..private import private
 from ..workers.calls import Deadlines, noticing_signals
@@ -47,12 +48,6 @@ from .workers import RewardWorkers
 if TYPE_CHECKING:
     from .reward_model import RewardModel
 
-BUILTIN = {
-    "countdown": "winnow.tasks.countdown:countdown_reward",
-    "math": "winnow.env.rewards.math:math_reward",
-    "exact": "winnow.env.rewards.simple:exact_answer",
-}
-"""Plain name -> reward function."""
 QUICK = ("countdown", "exact")
 """Those called at once: a thread takes longer."""
 NO_SIGNALS = (
@@ -80,7 +75,7 @@ def without_taken(logged: Mapping[str, float], taken: Collection[str]) -> dict[s
 class Rewarder:
     """Calls reward functions once per group and writes `rollout.rewards` and `rollout.reward`, or fate and reason.
 
-    `reward_funcs` are callables, `"module:function"`, `"path/to/file.py:function"`, names in `BUILTIN`, or reward
+    `reward_funcs` are callables, `"module:function"`, `"path/to/file.py:function"`, names in `REWARDS`, or reward
     models: a directory, a hub name `owner/model`, or a loaded model (see `RewardModel`). Functions given by name run in
     worker processes that are killed after `timeout_s`. Callables and reward models run in a thread of this process
     (coroutine functions on an event loop), which can be abandoned but not killed; Countdown's and the exact reward are
@@ -228,8 +223,8 @@ class Rewarder:
         self._calls.close()
 
     def _function(self, spec: RewardSpec, weight: float) -> RewardFunction:
-        if isinstance(spec, str) and spec in BUILTIN:
-            spec = load_function(BUILTIN[spec])
+        if isinstance(spec, str) and spec in REWARDS:
+            spec = load_function(REWARDS[spec])
         if (model := _reward_model(spec, self._device)) is not None:
             parameters = dict.fromkeys(("prompts", "completions"), True)
             return RewardFunction(function_name(model), weight, parameters, call=model, model=model)
@@ -248,12 +243,12 @@ class Rewarder:
         parameters = parameters_of(spec)
         if set(VERL_ARGUMENTS) <= set(parameters):
             return RewardFunction(function_name(spec), weight, {"**": False}, call=spec, arguments=verl_arguments)
-        compares, quick = compares_siblings(spec), any(spec is load_function(BUILTIN[name]) for name in QUICK)
+        compares, quick = compares_siblings(spec), any(spec is load_function(REWARDS[name]) for name in QUICK)
         return RewardFunction(function_name(spec), weight, parameters, call=spec, compares=compares, quick=quick)
 
     def _by_name(self, target: str, weight: float) -> RewardFunction:
         if ":" not in target:
-            known, hint = ", ".join(BUILTIN), reward_hint(target, BUILTIN)
+            known, hint = ", ".join(REWARDS), reward_hint(target, REWARDS)
             raise TargetError(
                 f"reward_funcs: unknown name '{target}'.{hint} Built in: {known}; your own are given "
                 "as 'module:function' or 'path/to/file.py:function', reward models as a directory or "
