@@ -230,6 +230,33 @@ def test_what_was_collected_before_a_stop_is_trained(arguments: dict[str, Any], 
         assert ledger.totals()["trained"]["rollouts"] == G
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("good", "error"), [(5, "the model is saved in"), (6, "^(?!.*is saved in)")])
+def test_a_stop_behind_the_short_update_of_an_epoch(
+    arguments: dict[str, Any], tmp_path: Path, good: int, error: str
+) -> None:
+    """An epoch has ten micro-batches, so updates of 4, 4, 2, 4 ... A stop between two updates saves."""
+    calls = []
+
+    def until(completions: list[str], **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        return [float(len(calls) <= good and i % 2) for i in range(len(completions))]
+
+    args = settings(
+        tmp_path / "out",
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=4,
+        steps_per_generation=2,
+        max_steps=30,
+    )
+    more = {"args": args, "reward_funcs": until, "train_dataset": arguments["train_dataset"].select(range(20))}
+    trainer = WinnowGRPOTrainer(**arguments | more, filter="zero_variance")
+    with pytest.raises(RunStoppedError, match=error):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert (tmp_path / "out" / "checkpoint-3").exists() == (good == 5)
+
+
 def test_one_prompt_a_batch_does_not_end_after_ten_groups(arguments: dict[str, Any], tmp_path: Path) -> None:
     """As by TRL's defaults: a pass over the prompts without a signal ends the run."""
     calls = []

@@ -55,7 +55,7 @@ def test_an_episode_in_another_process(pool: EnvPool, tmp_path: Path) -> None:
         "8 9",
         None,
         False,
-        {"steps": 1},
+        {"progress": 0.1},  # of which a gate knows
         "GO",
     )
     assert (last.reward, last.done) == (1.0, True)
@@ -65,6 +65,15 @@ def test_an_episode_in_another_process(pool: EnvPool, tmp_path: Path) -> None:
     while log.read_text() != "reset\nclose\n" and time.monotonic() < deadline:
         time.sleep(0.01)
     assert log.read_text() == "reset\nclose\n"
+
+
+def test_an_answer_that_is_too_long_fails_its_rollout_alone(pool: EnvPool) -> None:
+    pool._homes = pool._homes[:1]
+    one, other = (pool.make(TOY, {"turns": 2}) for _ in range(2))
+    answer(one.start_reset()), answer(other.start_reset())
+    with pytest.raises(WorkerError, match=r"5,24\d,\d+ bytes as JSON, over 4,194,304"):
+        answer(one.start_step("long"))
+    assert answer(other.start_step("go")).observation == "8 9"
 
 
 def test_processes_end_with_the_pool_and_its_environments() -> None:
@@ -94,8 +103,8 @@ def test_what_an_environment_raises_is_told_and_harms_nobody(pool: EnvPool) -> N
         answer(e.start_reset())
     with pytest.raises(WorkerError, match="ConnectionError: the simulator went away"):
         answer(env.start_step("raise"))
-    assert answer(env.start_step("go")).info == {"steps": 1}
-    assert answer(other.start_step("go")).info == {"steps": 1}
+    assert answer(env.start_step("go")).info == {"progress": 0.1}
+    assert answer(other.start_step("go")).info == {"progress": 0.1}
 
 
 @pytest.mark.cases(one_in=2)
@@ -112,7 +121,7 @@ def test_all_that_lived_in_a_lost_process_are_lost_and_told_why(how: str, words:
             answer(innocent.start_step("go"))
         fresh = pool.make(TOY, {"turns": 9})
         assert answer(fresh.start_reset()) == " 7"
-        assert answer(fresh.start_step("go")).info == {"steps": 1}
+        assert answer(fresh.start_step("go")).info == {"progress": 0.1}
     finally:
         pool.close()
 

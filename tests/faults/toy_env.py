@@ -27,9 +27,11 @@ class CountingEnv:
             raise ConnectionError("the simulator went away")
         if text == "tuple":
             return "8 9", 1.0, True  # type: ignore[return-value]
+        if text == "long":
+            return StepResult("8" * (5 << 20))
         self.steps += 1
         done = self.steps >= self.turns
-        return StepResult("8 9", 1.0 if done else None, done, {"steps": self.steps}, text.upper())
+        return StepResult("8 9", 1.0 if done else None, done, {"progress": self.steps / 10, ("steps",): object()}, text.upper())
 
     def close(self) -> None:
         self._note("close")

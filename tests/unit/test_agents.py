@@ -241,6 +241,19 @@ def test_a_stop_string_is_left_out_of_answers_unless_it_is_asked_for(tokenizer):
     assert rollouts[0].turns[0].compared == "<answer>4"
 
 
+def test_an_empty_message_may_begin_a_history(tokenizer):
+    def agent(base_url, prompt):
+        ask(base_url, [user("A long history.")])
+        answer = ask(base_url, [user("")])
+        ask(base_url, [user(""), answer, user("Next?")])
+        return 1.0
+
+    (rollout,), seen = roll(tokenizer, with_agent(OneTurn(), agent), [["first", "second", "third"]])
+    assert [len(each.prompt_ids) > 0 for each in rollout.segments] == [True, True]
+    assert seen[1] == "<s>user\n<e>\n<s>assistant\n"
+    assert seen[2].startswith("<s>user\n<e>\n<s>assistant\nsecond")
+
+
 def test_the_prompt_of_a_row_may_be_long(tokenizer):
     """The policy never sees it: an agent's requests are the prompts."""
     task = with_agent(OneTurn(), chat)

@@ -182,6 +182,13 @@ def test_padding_and_its_token_do_not_matter() -> None:
     assert_equal(gradients(llama().double(), [collate([row], pad_id=0) for row in rows], loss)[0], batched)
 
 
+def test_gradients_that_a_users_module_has_switched_off() -> None:
+    rows, loss = random_rows(n=5), LossConfig()
+    expected, _ = gradients(llama().double(), [collate(rows, pad_id=0)], loss)
+    with torch.no_grad():
+        assert_equal(gradients(llama().double(), [collate(rows, pad_id=0)], loss)[0], expected)
+
+
 def test_a_loss_or_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
     model = llama()
     learner, before = learner_of(model), copy.deepcopy(model.state_dict())

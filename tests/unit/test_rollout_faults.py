@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,10 @@ def leave() -> None:
     raise SystemExit(3)
 
 
+def let_a_cancellation_out() -> None:
+    raise asyncio.CancelledError
+
+
 @pytest.mark.cases(one_in=7)
 @pytest.mark.parametrize(
     ("answer", "cause"),
@@ -50,6 +55,7 @@ def leave() -> None:
         (lambda: StepResult("8", action=["look"]), "action must be a text or None, not list"),
         (lambda: StepResult("8", info=None), "info must be a mapping, not NoneType"),
         (leave, "SystemExit: 3"),
+        (let_a_cancellation_out, "CancelledError"),
     ],
 )
 def test_an_answer_that_is_none_fails_its_rollout_only(policy, answer: Callable[[], Any], cause: str) -> None:

@@ -17,7 +17,6 @@ from winnow.cli.console import settings
 from winnow.config import validate
 from winnow.config.paths import absolute_paths
 from winnow.env.presets import PRESETS
-from winnow.env.rewards import rewarder
 from winnow.env.rewards.math import gold_answer
 from winnow.env.rewards.pooled import completion_text
 from winnow.env.rewards.rewarder import Rewarder, without_taken

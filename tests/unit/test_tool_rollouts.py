@@ -33,6 +33,20 @@ def test_rollouts_with_an_environment(tokenizer):
     assert "error" in rollouts[2].turns[0].observation
 
 
+def test_an_empty_result_is_one_of_its_tool(tokenizer):
+    def write(text: str) -> str:
+        """
+        Writes a file.
+
+        Args:
+            text: What to write.
+        """
+        return ""
+
+    _, seen = roll(tokenizer, with_tools(OneTurn(), [write]), [[call("write", text="x"), "done"]], [lambda **_: [1.0]])
+    assert seen[-1].endswith("\n<s>tool write\n<e>\n<s>assistant\n")
+
+
 def test_a_rollout_that_is_truncated_gets_the_reward_of_its_environment_too(tokenizer):
     """As in TRL, which asks every environment; a reward function would be asked for these alone."""
     task = with_tools(OneTurn({"start": 1}), environment_factory=Counter, timeout_s=5.0)

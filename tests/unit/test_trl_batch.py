@@ -46,3 +46,14 @@ def test_tokens_weigh_what_they_weigh_in_winnows_own_update(times: list[float], 
     own = advantages_N * token_weights(lengths_N.astype(float), loss_type, LONGEST, times_N)
     np.testing.assert_allclose(of_trl[:5].numpy(), own, rtol=1e-6)
     assert (of_trl[5:] == 0).all()
+
+
+def test_padding_has_a_ratio_of_one() -> None:
+    """VESPO multiplies the ratios of all positions."""
+    ones = torch.ones(1, dtype=torch.long)
+    rows = [
+        {"prompt_ids": ones, "completion_mask": torch.ones(n), "importance_sampling_ratio": torch.full((n,), 0.5)}
+        for n in (1, 3)
+    ]
+    batch = batch_of(rows, np.ones(2), np.ones(2), loss_type="vespo", empty=[], pad_token=0)
+    assert batch["importance_sampling_ratio"].prod(1).tolist() == [0.5, 0.125]

@@ -86,6 +86,8 @@ def _merged(rows: Sequence[Tensors], pad_token: int, multiple_of: int) -> Tensor
         if not (key == "importance_sampling_ratio" and longest == 1):  # of the sequence
             longest += -longest % multiple_of
         fill = {"prompt_ids": pad_token, "completion_ids": pad_token, "tool_mask": 1}.get(key, 0)
+        if key == "importance_sampling_ratio":
+            fill = 1  # VESPO multiplies those of all positions
         missing = [longest - len(row[key]) for row in rows]
         sides = [(n, 0) if key in PADDED_LEFT else (0, n) for n in missing]
         merged[key] = torch.stack([pad(row[key], side, value=fill) for row, side in zip(rows, sides, strict=True)])

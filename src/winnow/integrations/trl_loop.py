@@ -101,7 +101,7 @@ class LoopInTrl:
         t = self._trainer
         directory = Path(t._get_output_dir(trial=None)) / f"checkpoint-{t.state.global_step}"
         if self._saved_in != directory:
-            if not t.state.global_step or t._step % t.args.gradient_accumulation_steps:
+            if not t.state.global_step or self.scaling.accumulated:
                 return stop  # the first batches of an update are booked, but not in the weights
             t._save_checkpoint(t.model, trial=None)
         return type(stop)(f"{stop}; the model is saved in {directory}")
@@ -113,6 +113,7 @@ class LoopInTrl:
 
     def trained(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Record the rows whose gradient TRL takes."""
+        self.scaling.accumulated += 1
         self._trained.update(inputs[ROWS].tolist())
 
     def rollouts(self, inputs: Mapping[str, torch.Tensor]) -> list[Rollout | None]:

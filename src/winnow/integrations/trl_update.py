@@ -23,6 +23,8 @@ class StepScaling(TrainerCallback):
 
     def __init__(self, scale: StepScale) -> None:
         self._scale = scale
+        self.accumulated = 0
+        """Micro-batches since the last optimizer step; the last update of an epoch may have fewer than the others."""
         self._log_ratio_N: list[torch.Tensor] = []
         self._log_w_B: list[torch.Tensor] = []
         self._teaching_B: list[torch.Tensor] = []
@@ -49,6 +51,7 @@ class StepScaling(TrainerCallback):
         self._teaching_B.append(teaching_B[rows_B])
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.accumulated = 0
         self._log_ratio_N, self._log_w_B, self._teaching_B = [], [], []  # of a step that was interrupted
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -68,6 +71,7 @@ class StepScaling(TrainerCallback):
         self._metrics |= rates | self._scale.metrics()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self.accumulated = 0
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
 

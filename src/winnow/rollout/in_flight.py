@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
 import warnings
@@ -35,6 +36,8 @@ from ..types import (
 )
 from .drafts import likeliest
 
+OF_ENVIRONMENTS = (Exception, SystemExit, asyncio.CancelledError)
+"""Errors of an environment that fail its rollout; a client library may let a cancellation out."""
 ALL_ABANDONED = (
     "the agent gave up every request before its answer (its client timed out, or its task was cancelled); give its "
     "client more time, or limit answers with max_turn_length"
@@ -232,7 +235,7 @@ class Sibling:
                 closed = close()
                 if inspect.isawaitable(closed):
                     self.closing = type(self.env).__name__, shared_calls().awaited(closed)
-            except (Exception, SystemExit) as error:  # the rollout is over; its reward does not depend on this
+            except OF_ENVIRONMENTS as error:  # the rollout is over; its reward does not depend on this
                 _warn_unclosed(type(self.env).__name__, error)
         self.env = None
 
@@ -242,7 +245,7 @@ class Sibling:
             (name, closed), self.closing = self.closing, None
             try:
                 closed.result()
-            except (Exception, SystemExit) as error:
+            except OF_ENVIRONMENTS as error:
                 _warn_unclosed(name, error)
 
     def finish(self, stop_reason: str, *, fate: Fate | None = None, reason: str = "") -> Rollout:

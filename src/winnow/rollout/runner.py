@@ -25,7 +25,7 @@ from ..types import Fate, Group, Job, Purpose, Turn
 from .answers import OVERLAP, PATIENCE_S, Answers, Awaited, described, require_future
 from .gate_rules import ActiveRules
 from .history import PromptTokens, append_or_restart, begin
-from .in_flight import Flight, Sibling, siblings_of
+from .in_flight import OF_ENVIRONMENTS, Flight, Sibling, siblings_of
 from .options import RolloutOptions, check_drafts, turn_length_of, turn_requests, within
 
 
@@ -96,7 +96,7 @@ class RolloutRunner:
                     if self._is_later(flight, sibling, answer):
                         continue
                     self._begin(job, sibling, answer)  # type: ignore[arg-type]
-            except (Exception, SystemExit) as error:
+            except OF_ENVIRONMENTS as error:
                 sibling.fail(f"could not start: {described(error)}")
                 continue
             ready.append(sibling)
@@ -267,7 +267,7 @@ class RolloutRunner:
                     self._submit(flight, [sibling])
                 elif sibling.running:
                     self._observed(flight, sibling, result)
-            except (Exception, SystemExit) as error:
+            except OF_ENVIRONMENTS as error:
                 if sibling.running:
                     sibling.fail(f"the environment failed: {described(error)}")
         for flight in {a.flight.key: a.flight for a in due}.values():
@@ -284,7 +284,7 @@ class RolloutRunner:
                 answer = env.start_step(action) if isinstance(env, OverlappingEnv) else env.step(action)  # type: ignore[union-attr]
             if not self._is_later(flight, sibling, answer):
                 self._observed(flight, sibling, answer)
-        except (Exception, SystemExit) as error:
+        except OF_ENVIRONMENTS as error:
             sibling.fail(f"the environment raised {described(error)}")
 
     def _observed(self, flight: Flight, sibling: Sibling, result: Any) -> None:
@@ -315,9 +315,8 @@ class RolloutRunner:
             self._use_up(flight, sibling, "turns", rewarded=result.reward is not None)
             return
         before, o = sibling.length, self.options[flight.job.purpose]
-        append_or_restart(
-            self.tokenizer, flight.visit.prompt, sibling, result.observation or "", template=o.history == "template"
-        )
+        observation = "" if result.observation is None else result.observation  # an empty one may have a role
+        append_or_restart(self.tokenizer, flight.visit.prompt, sibling, observation, template=o.history == "template")
         over = o.max_segments is not None and len(sibling.rollout.later_segments) >= o.max_segments
         if limit := "segments" if over else self._limit(flight, sibling):
             sibling.withdraw(before)
@@ -334,7 +333,7 @@ class RolloutRunner:
         try:
             if ask is None or not self._is_later(flight, sibling, ask(), limit=limit):
                 self._end_episode(flight, sibling, limit)
-        except (Exception, SystemExit) as error:
+        except OF_ENVIRONMENTS as error:
             sibling.fail(f"the environment raised {described(error)}")
 
     def _end_episode(self, flight: Flight, sibling: Sibling, stop_reason: str) -> None:

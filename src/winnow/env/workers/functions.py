@@ -18,6 +18,8 @@ from ...base.dotted import TargetError, load
 
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth")
 MAX_ERROR = 2_000
+MAX_REPLY = 4 << 20
+"""Longest reply of a worker in bytes."""
 _OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 

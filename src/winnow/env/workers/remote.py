@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from ..base import Env, ModelTurn, StepResult
@@ -130,7 +129,18 @@ def host_step(serial: int, text: str, turn: dict[str, Any]) -> dict[str, Any]:
     result = awaited(_hosted[serial].step(ModelTurn(text, **turn) if turn else text))
     if not isinstance(result, StepResult):
         raise TypeError(f"step() must return a StepResult, not {type(result).__name__}")
-    return asdict(result)
+    reward = result.reward
+    if isinstance(reward, Mapping):
+        reward = {agent: float(value) for agent, value in reward.items()}
+    info = {key: result.info[key] for key in ("progress",) if key in result.info}  # the rest need not be JSON
+    return {
+        "observation": result.observation,
+        "reward": reward if isinstance(reward, Mapping | None) else float(reward),
+        "done": bool(result.done),
+        "info": info,
+        "action": result.action,
+        "message": result.message,
+    }
 
 
 def host_close(serial: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...base.files import json_default
 from ...base.forkserver import die_with, lines_with_parent
-from .functions import awaited, describe_error, load_function
+from .functions import MAX_REPLY, awaited, describe_error, load_function
 
 
 def main() -> None:
@@ -39,6 +39,8 @@ def _serve_one(request: dict[str, Any], reply: Callable[[str], None]) -> None:
         result = awaited(function(**call["kwargs"]))
         sys.stdout.flush()
         answer = json.dumps({"id": serial, "result": result, "unset": sorted(_unset)}, default=json_default)
+        if len(answer) > MAX_REPLY:
+            raise ValueError(f"the result has {len(answer):,} bytes as JSON, over {MAX_REPLY:,}")
     except BaseException as error:
         answer = json.dumps({"id": serial, "error": describe_error(error)})
     reply(answer)

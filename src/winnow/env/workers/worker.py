@@ -32,9 +32,8 @@ from ...base.child import Child, GroupProcess
 from ...base.files import json_default
 from .bwrap_worker import Cage
 from .calls import Owed
+from .functions import MAX_REPLY
 
-MAX_REPLY = 4 << 20
-"""Longest reply in bytes."""
 START_TIMEOUT_S = 120.0
 """Seconds for starting the process and importing the function's module."""
 PASSED_ENV = ("PATH", "LANG", "LC_ALL", "TMPDIR", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")

@@ -172,7 +172,7 @@ class LocalLearner(Scorer):
 
     def forward_backward(self, batch: MicroBatch, loss: LossConfig, stats: Stats) -> None:
         """Accumulate the gradients of one micro-batch, times the loss scale under float16."""
-        with self._kernels():
+        with torch.enable_grad(), self._kernels():  # a user's module may have switched it off for the thread
             if batch.pools is not None and batch.pools.weighing == "gradient":
                 self._strategy(batch.pools).add(batch, loss, stats)
                 return
