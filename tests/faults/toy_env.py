@@ -31,7 +31,8 @@ class CountingEnv:
             return StepResult("8" * (5 << 20))
         self.steps += 1
         done = self.steps >= self.turns
-        return StepResult("8 9", 1.0 if done else None, done, {"progress": self.steps / 10, ("steps",): object()}, text.upper())
+        info = {"progress": self.steps / 10, ("steps",): object()}
+        return StepResult("8 9", 1.0 if done else None, done, info, text.upper())
 
     def close(self) -> None:
         self._note("close")

@@ -231,12 +231,6 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 SECTION_KEYS = {name: list(section.model_fields) for name, section in _SECTIONS.items()}
 """Keys of the sections that belong to no method."""
 
-REWARDS = {
-    "countdown": "winnow.tasks.countdown:countdown_reward",
-    "math": "winnow.env.rewards.math:math_reward",
-    "exact": "winnow.env.rewards.simple:exact_answer",
-}
-"""Plain name -> reward function; also where a folder has the same name."""
 MAX_CHARACTERS = 1_000_000
 
 

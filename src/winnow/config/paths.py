@@ -10,10 +10,15 @@ from typing import Any
 
 from ..base.sanitize import home
 from . import METHODS, RunConfig
-from .options import REWARDS
 
 OPTIONS = ("path", "test", "games", "data", "python", "profile")
 """Method options that name files."""
+REWARDS = {
+    "countdown": "winnow.tasks.countdown:countdown_reward",
+    "math": "winnow.env.rewards.math:math_reward",
+    "exact": "winnow.env.rewards.simple:exact_answer",
+}
+"""Plain name -> reward function; also where a folder has the same name."""
 
 
 def absolute_paths(values: Mapping[str, Any], *, resumed: bool = False) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.dotted import TargetError
 from ...base.sanitize import redact
 from ...config.errors import reward_hint
-from ...config.options import REWARDS
+from ...config.paths import REWARDS
 from ...types import Fate, Group, Rollout
 from ..private import private
 from ..workers.calls import Deadlines, noticing_signals
