@@ -15,13 +15,16 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from winnow import ConfigError, Trainer
-from winnow.base.files import private_directory
+from winnow.base.files import private_directory, write_json
+from winnow.integrations import trl_loop
 from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
 from winnow.record.ledger import Ledger
 from winnow.record.records import RunDirectoryError, lock
 from winnow.run.checkpoint import marks
 from winnow.tasks.countdown import CountdownConfig
 
+from ..builders.tools import OneTurn
+from ..builders.toy_rollouts import EchoEnv
 from ..builders.trl_runs import PROMPTS, G, arguments, data, metrics, parity, proven, settings
 
 __all__ = ["arguments", "data"]  # fixtures
@@ -154,3 +157,39 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(arguments: dict[str, 
         trainer.train()
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
     assert (tmp_path / "out" / "checkpoint-1" / "winnow.json").is_file()
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before(
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments | {"args": settings(tmp_path / "out", max_steps=3, save_strategy="steps", save_steps=1)}
+
+    def full(path: Path, *values: Any) -> None:
+        if path.parent.name == "checkpoint-2":
+            path.write_text("{")
+            raise OSError(28, "No space left on device")
+        write_json(path, *values)
+
+    monkeypatch.setattr(trl_loop, "write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        WinnowGRPOTrainer(**given).train()
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
+    monkeypatch.undo()
+    trainer = WinnowGRPOTrainer(**given)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3
+
+
+class WithoutReward(OneTurn):
+    """Its environments leave the reward to functions."""
+
+    needs_reward_funcs = True
+
+    def make_env(self, prompt: Any) -> Any:
+        return EchoEnv(1)
+
+
+def test_environments_without_a_reward_need_a_function(arguments: dict[str, Any]) -> None:
+    given = arguments | {"reward_funcs": env_reward, "train_dataset": None}
+    with pytest.raises(ConfigError, match=r"env_reward, but the environments of .* give no reward; use functions of"):
+        WinnowGRPOTrainer(**given, env=WithoutReward())

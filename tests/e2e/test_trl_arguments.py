@@ -90,6 +90,10 @@ def test_answers(given: dict[str, Any], message: str) -> None:
         config_from(made.pop("config", None), made)
 
 
+def test_compiling_sets_its_backend(tmp_path: Path) -> None:
+    assert config_from(grpo(tmp_path, torch_compile=True), {})["torch_compile"] is True
+
+
 def test_what_means_nothing_is_accepted_and_what_nobody_knows_is_not() -> None:
     nothing = {"tools": None, "optimizers": (None, None), "reward_processing_classes": None}
     assert config_from(None, nothing) == {}
@@ -121,3 +125,5 @@ def test_resume_from_checkpoint(tiny_config: dict[str, Any]) -> None:
         later.train(resume_from_checkpoint=run / "checkpoints" / "step-000001")
     with pytest.raises(ConfigError, match="a resumed run keeps its configuration"):
         Trainer.resume(run, args=grpo(run), reward_funcs=parity_reward)
+    with pytest.raises(ConfigError, match="overrides: a dict of the keys to change, not GRPOConfig"):
+        Trainer.resume(run, grpo(run), reward_funcs=parity_reward)

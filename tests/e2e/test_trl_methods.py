@@ -380,3 +380,19 @@ def test_a_resume_names_changed_code(arguments: dict[str, Any], tmp_path: Path, 
         WinnowGRPOTrainer(**again).train(resume_from_checkpoint=True)
     lines = (tmp_path / "out" / "winnow" / "warnings.jsonl").read_text().splitlines()
     assert [json.loads(line)["warning"].startswith(words) for line in lines] == [True]
+
+
+def test_a_resume_names_other_reward_functions(arguments: dict[str, Any], tmp_path: Path) -> None:
+    def args(max_steps: int) -> Any:
+        return settings(tmp_path / "out", save_strategy="steps", save_steps=2, max_steps=max_steps)
+
+    def length(completions: list[str], **columns: Any) -> list[float]:
+        return [float(len(c)) for c in completions]
+
+    WinnowGRPOTrainer(**arguments | {"args": args(2)}).train()
+    again = arguments | {"reward_funcs": [arguments["reward_funcs"], length], "args": args(3)}
+    words = r"reward_funcs: saved with parity \(weight 1\), now parity \(weight 1\), length \(weight 1\)"
+    with pytest.raises(ConfigError, match=f"{words}; resume=strict refuses this"):
+        WinnowGRPOTrainer(**again, resume="strict").train(resume_from_checkpoint=True)
+    with pytest.warns(UserWarning, match=words):
+        WinnowGRPOTrainer(**again).train(resume_from_checkpoint=True)

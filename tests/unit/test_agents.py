@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -263,6 +264,7 @@ def test_the_prompt_of_a_row_may_be_long(tokenizer):
     runner.launch(Job(Visit(0, 0, task.train[0]), 1, "probe"))
     (group,) = runner.poll()
     assert [(r.fate, len(r.prompt_ids), r.text) for r in group.rollouts] == [(None, 4, "yes")]
+    assert replace(options, context_length=4).longest_prompt == 3, "one token fits behind it"
 
 
 def wants_question(question, base_url):

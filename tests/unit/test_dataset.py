@@ -244,8 +244,10 @@ def test_own_test_set_must_not_overlap(tmp_path):
     good = write(tmp_path / "b.jsonl", {"prompt": "q", "id": 1})
     bad = write(tmp_path / "c.jsonl", *({"prompt": f"p{i} ", "id": f"t{i}"} for i in range(8)), {"prompt": "q"})
     assert [p.id for p in build(train, test=good).test] == ["1"]
-    with pytest.raises(DataError, match="8 of 9 prompts are also in the training data: t0, t1, t2, t3, t4 and 3 more"):
+    with pytest.raises(DataError, match="test: 8 of 9 prompts are also in the training data: t0, t1, t2, t3, t4 and 3"):
         build(train, test=bad)
+    with pytest.raises(DataError, match="eval_dataset: 1 of 1 prompts are also in the training data"):
+        DatasetConfig("x").with_rows([{"prompt": "a"}], [{"prompt": "a"}])
 
 
 @pytest.mark.parametrize(("size", "n"), [(0.25, 10), (7, 7)])

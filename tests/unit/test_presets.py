@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pyarrow
@@ -127,6 +128,8 @@ def test_numbers_and_lists_are_judged_as_they_are_written(scorers):
         score_all(scorers, [group])
         assert group.rewards().tolist() == [1.0, 0.0], (value, [r.reason for r in rollouts])
         assert exact_answer([text, "no"], [value, value]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="this row has none"):
+        exact_answer(["nan"], [math.nan])
 
 
 def test_text_format_for_models_without_chat_template(tmp_path):

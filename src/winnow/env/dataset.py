@@ -120,7 +120,7 @@ class DatasetTask(OneTurn):
         self.test: Sequence[Prompt] = []
         if test is not None:
             self.test = held_out = StoredPrompts(self._stored(test), config.prompt_column)
-            _refuse_overlap(self.train, held_out)
+            _refuse_overlap(self.train, held_out, "eval_dataset" if config.test is None else "test")
         elif config.test_size:
             self.train, self.test = _split(self.train, config.test_size)
         self._warn_of_duplicates()
@@ -309,14 +309,14 @@ def _first_with(digests_N: np.ndarray) -> np.ndarray:
     return first_N
 
 
-def _refuse_overlap(train: StoredPrompts, test: StoredPrompts) -> None:
+def _refuse_overlap(train: StoredPrompts, test: StoredPrompts, key: str) -> None:
     first_N = _first_with(np.concatenate([train.digests(), test.digests()]))
     shared = np.flatnonzero(first_N[len(train) :] < len(train)).tolist()
     if shared:
         named = ", ".join(test[i].id for i in shared[:MAX_IDS])
         more = f" and {len(shared) - MAX_IDS} more" if len(shared) > MAX_IDS else ""
         raise DataError(
-            f"test: {len(shared)} of {len(test)} prompts are also in the training data: {named}{more}; remove them "
+            f"{key}: {len(shared)} of {len(test)} prompts are also in the training data: {named}{more}; remove them "
             "from one side, or use test_size"
         )
 

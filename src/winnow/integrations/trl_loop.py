@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -165,10 +166,15 @@ class LoopInTrl:
 
     def save(self, directory: Path) -> None:
         """Write Winnow's part of a checkpoint of TRL's, before TRL's own: what fails here leaves earlier ones."""
-        state = self.state_dict()
+        state, new = self.state_dict(), not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / TRL_STATE, state)
-        self._methods.save(directory)
+        try:
+            write_json(directory / TRL_STATE, state)
+            self._methods.save(directory)
+        except BaseException:
+            if new:  # TRL would resume from it
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
         self._saved_in = directory
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,12 +195,20 @@ class LoopInTrl:
             "offsets": self._records.offsets(),
             "ledger": self._ledger.mark(),
             "code": self._code,
+            "rewards": self._rewards,
         }
 
     def _loop_state(self) -> dict[str, Any]:
         assert self._collector is not None
         own = {"step": self._step, "step_scale": self._methods.step_scale.state_dict()}
         return own | self._collector.state_dict()
+
+    @property
+    def _rewards(self) -> str:
+        """Names of the reward functions with their weights."""
+        t = self._trainer
+        pairs = zip(t.reward_func_names, t.reward_weights.tolist(), strict=True)
+        return ", ".join(f"{name} (weight {weight:g})" for name, weight in pairs)
 
     @cached_property
     def _code(self) -> dict[str, str]:
@@ -213,7 +227,12 @@ class LoopInTrl:
         same_prompts = state["task"] == self._task.fingerprint()
         require_unchanged(path, state["config"], self.config, same_prompts, "train_dataset")
         strict = self.config.resume == "strict"
-        self._changed = changes(state["code"], self._code, state["loop"]["step"], strict=strict)
+        rewards = state.get("rewards") or self._rewards
+        others = "" if rewards == self._rewards else f"reward_funcs: saved with {rewards}, now {self._rewards}"
+        if others and strict:
+            raise ConfigError(f"{others}; resume=strict refuses this")
+        code = changes(state["code"], self._code, state["loop"]["step"], strict=strict)
+        self._changed = ". ".join(filter(None, (others, code)))
         self._resumed, self._resumed_from = state, path
 
     def _begin(self) -> Collector:

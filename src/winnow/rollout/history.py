@@ -16,6 +16,7 @@ from ..env.chat import is_begun
 from ..env.prompting import NextMessages, PromptError, encode_observation, encode_prompt, first_messages, with_messages
 from ..types import Job, Message, Prompt
 from .in_flight import Sibling
+from .options import RolloutOptions
 
 MOST_TEXTS = 10_000
 """Text prompts whose tokens are kept; later ones are encoded at every visit."""
@@ -28,16 +29,16 @@ class PromptTokens:
         self._tokenizer = tokenizer
         self._of_text: dict[str, tuple[int, ...]] = {}
 
-    def of(self, job: Job, observation: str | None, limit: int) -> tuple[int, ...]:
-        """Return what `encode_prompt` does. Raises PromptError where that is longer than `limit`, except for a probe,
-        which gets the last tokens: engine and learner can be compared on any text."""
+    def of(self, job: Job, observation: str | None, options: RolloutOptions) -> tuple[int, ...]:
+        """Return what `encode_prompt` does. Raises PromptError where that is longer than `max_prompt_length`, except
+        for a probe, which gets the last tokens: engine and learner can be compared on any text."""
         if not isinstance(observation, str | None):
             raise TypeError(f"reset() must return a text or None, not {type(observation).__name__}")
         prompt = job.visit.prompt
         ids = self._encoded(prompt, observation)
         if job.purpose == "probe":
-            return ids[-limit:]
-        if len(ids) > limit:
+            return ids[-options.longest_prompt :]
+        if len(ids) > (limit := options.max_prompt_length):
             raise PromptError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
         return ids
 

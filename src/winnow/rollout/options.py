@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,11 @@ class RolloutOptions:
     """Most segments of a rollout; None: no limit."""
     drafts: bool = False
     """Whether jobs may have drafts."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of a prompt that leave room for another one."""
+        return min(self.max_prompt_length, (self.context_length or sys.maxsize) - 1)
 
 
 def within(options: RolloutOptions, max_length: int | None) -> RolloutOptions:

@@ -76,7 +76,7 @@ class RolloutRunner:
     def launch(self, job: Job) -> None:
         """Start the siblings of a job. If the prompt cannot be encoded, all of them fail."""
         visit, options = job.visit, self.options[job.purpose]
-        limit, alone = options.max_prompt_length, self._one_turn or job.purpose == "probe"
+        alone = self._one_turn or job.purpose == "probe"
         flight = Flight(job, siblings_of(job, greedy=options.greedy_baseline), [])
         if flight.key in self._flights:
             raise ValueError(f"visit {visit.number} is already in flight")
@@ -89,7 +89,7 @@ class RolloutRunner:
             try:
                 env = sibling.env = None if alone else self.task.make_env(private_prompt(visit.prompt))
                 if env is None:
-                    shared = sibling.rollout.prompt_ids = shared or self._prompts.of(job, None, limit)
+                    shared = sibling.rollout.prompt_ids = shared or self._prompts.of(job, None, options)
                 else:
                     with self.seconds.phase("environments"):
                         answer = env.start_reset() if isinstance(env, OverlappingEnv) else env.reset()
@@ -104,8 +104,7 @@ class RolloutRunner:
         self._close_if_ended(flight)
 
     def _begin(self, job: Job, sibling: Sibling, observation: str | None) -> None:
-        limit = self.options[job.purpose].max_prompt_length
-        sibling.rollout.prompt_ids = self._prompts.of(job, observation, limit)
+        sibling.rollout.prompt_ids = self._prompts.of(job, observation, self.options[job.purpose])
         begin(sibling, job.visit.prompt, observation)
 
     def _submit(self, flight: Flight, siblings: Sequence[Sibling]) -> None:

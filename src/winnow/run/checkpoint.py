@@ -77,6 +77,7 @@ class SavedState(SavedAccount):
 
 class StateInTrl(SavedState):
     task: str
+    rewards: str | None = None  # earlier versions did not save them
 
 
 class RunState(SavedState):

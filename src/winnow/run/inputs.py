@@ -307,6 +307,8 @@ def _translate(values: dict[str, Any], changed: set[str], args: Any) -> set[str]
         values.pop("eval_steps", None)
     if strategy in ("no", "steps"):
         settled |= {"eval_strategy", "do_eval"}
+    if args.torch_compile:  # which sets it
+        settled |= {"torch_compile_backend"} if args.torch_compile_backend == "inductor" else set()
     values["save_total_limit"] = args.save_total_limit  # None: all, as here
     if args.use_cpu:
         values["device"] = "cpu"

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
+REFILLS = "the filter replaces the groups that it drops, so a step may sample several times as much"
+
+
 def plan(trainer: Trainer) -> dict[str, Any]:
-    """Return the plan. Figures are upper bounds; completions usually end earlier."""
+    """Return the plan. Figures are upper bounds but for refills; completions usually end earlier."""
     c, parameters, trained = trainer.config, trainer.learner.sizes.total, trainer.learner.sizes.trained
     rollouts = rollouts_per_step(trainer)
     example = prompt_example(trainer.task, trainer.tokenizer)
@@ -47,6 +50,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "rollouts_per_step": rollouts,
         "max_sampled_tokens_per_step": rollouts * c.max_completion_length,
         "max_sampled_tokens": rollouts * c.max_completion_length * c.max_steps,
+        **({"refills": REFILLS} if trainer.methods.filter.refill else {}),
         "epochs": round(c.max_steps * new_groups(c.prompts_per_step, c.reuse) / len(trainer.task.train), 2),
         "evaluations": evaluations,
         "right": str(trainer.methods.judge.success),

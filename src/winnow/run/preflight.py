@@ -126,12 +126,12 @@ def check_prompts(options: RolloutOptions, task: Task, tokenizer: Any, engine: E
     if most is not None and most < (options.context_length or math.inf):
         check_length(options, task, most)
         options, whole = within(options, most), most - params.max_tokens
-    warn_of_failing_prompts(min(limit, (options.context_length or math.inf) - 1), task, tokenizer, whole)
+    warn_of_failing_prompts(options.longest_prompt, task, tokenizer, whole)
     for prompt in [*task.train[:16], *task.test[:16]]:
         try:
             ids = encode_prompt(tokenizer, prompt)
             if isinstance(task, AgentTask):  # its requests are the prompts
-                ids = ids[-min(limit, (options.context_length or limit + 1) - 1) :]
+                ids = ids[-options.longest_prompt :]
             if len(ids) > limit:
                 raise ConfigError(f"prompt '{prompt.id}' has {len(ids)} tokens, over max_prompt_length={limit}")
             if task.max_turns > 1 and prompt.messages is not None:

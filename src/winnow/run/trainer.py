@@ -96,6 +96,8 @@ class Trainer:
         `overrides`: changed keys, e.g. `{"max_steps": 400}`; most keys may not change. `given`: the arguments of
         `Trainer` that were objects (a model, rows, functions). Raises ConfigError naming what differs.
         """
+        if not isinstance(overrides, Mapping | None):
+            raise ConfigError(f"overrides: a dict of the keys to change, not {type(overrides).__name__}")
         trainer = cls.__new__(cls)
         again = TrainerInputs(**given_again(given)).normalized()
         saved = resumed_config(Path(run_dir), overrides or {})

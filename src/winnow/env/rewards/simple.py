@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +17,8 @@ def exact_answer(completions: Sequence[Any], ground_truth: Sequence[Any], **_: A
     """
     rewards: list[float | None] = []
     for completion, gold in zip(completions, ground_truth, strict=True):
-        if gold is None or not (reference := gold_text(gold).strip()):
+        missing = gold is None or (isinstance(gold, float) and math.isnan(gold))  # of a data frame
+        if missing or not (reference := gold_text(gold).strip()):
             raise ValueError("the exact reward needs a reference answer in column 'ground_truth'; this row has none")
         rewards.append(float(completion_text(completion).strip() == reference))
     return rewards
