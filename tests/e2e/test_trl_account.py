@@ -20,7 +20,9 @@ from winnow.integrations import trl_loop
 from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
 from winnow.record.ledger import Ledger
 from winnow.record.records import RunDirectoryError, lock
-from winnow.run.checkpoint import marks
+from winnow.run.checkpoint import marks, newest_model
+from winnow.study.compare_data import read_run_data
+from winnow.study.report_data import read_run
 from winnow.tasks.countdown import CountdownConfig
 
 from ..builders.tools import OneTurn
@@ -193,3 +195,25 @@ def test_environments_without_a_reward_need_a_function(arguments: dict[str, Any]
     given = arguments | {"reward_funcs": env_reward, "train_dataset": None}
     with pytest.raises(ConfigError, match=r"env_reward, but the environments of .* give no reward; use functions of"):
         WinnowGRPOTrainer(**given, env=WithoutReward())
+
+
+def test_a_start_that_fails_leaves_no_account(
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trl_loop, "Records", full)
+    with pytest.raises(OSError, match="No space left"):
+        WinnowGRPOTrainer(**arguments).train()
+    monkeypatch.undo()
+    WinnowGRPOTrainer(**arguments).train()
+    run = tmp_path / "out" / "winnow"
+    with pytest.raises(ConfigError, match="its evaluations are those of TRL or verl"):
+        read_run_data(run)
+    with pytest.raises(ConfigError, match="inside TRL or verl; name a model that it saved"), newest_model(run):
+        pass
+    with pytest.raises(FileNotFoundError, match=rf"no such ledger; name {run}"):
+        Ledger.open(tmp_path / "out" / "ledger.sqlite", read_only=True)
+    with pytest.raises(ValueError, match=rf"Name {run}\."):
+        read_run(tmp_path / "out", max_samples=1)

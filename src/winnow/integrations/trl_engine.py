@@ -283,7 +283,7 @@ def as_rollout_func(rollouts: Sequence[Rollout], pad_token: int) -> Any:
     return rollout_func
 
 
-NO_REWARD = "every reward function returned None"
+NO_REWARD = "no reward function gave a number"
 RollOut = Callable[[list[Prompt], int, list[Group] | None], tuple[dict[str, Any], tuple[Any, ...]]]
 """Prompts, rollouts per prompt, and groups of Winnow's engine, if it samples
 -> TRL's tensors of them, and (rewards [B, F], completions, completion ids)."""
@@ -348,7 +348,7 @@ class TrlSampler(JobQueue):
             table[place] = advantages.get(key, math.nan)
 
     def _reward(self, rollout: Rollout, rewards_F: torch.Tensor) -> None:
-        """Set TRL's rewards [F] by function on a rollout without a fate; NaN: the function returned None."""
+        """Set TRL's rewards [F] by function on a rollout without a fate; NaN: the function returned None or NaN."""
         rollout.reward = None
         if rollout.fate is not None:
             return

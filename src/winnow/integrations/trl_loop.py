@@ -236,12 +236,20 @@ class LoopInTrl:
         self._resumed, self._resumed_from = state, path
 
     def _begin(self) -> Collector:
-        c, m, state, _ = self.config, self._methods, self._resumed, self._code
-        mark, step = (None, 0) if state is None else (state["ledger"], state["loop"]["step"])
         private_directory(self.run_dir)
         self._held = lock(self.run_dir)
-        if state is None:
+        if self._resumed is None:
             self.require_new()  # again: another run may have come first
+        try:
+            return self._open()
+        except BaseException:
+            if self._resumed is None and self._collector is None:
+                discard_account(self.run_dir)  # `close` does it for one that is complete
+            raise
+
+    def _open(self) -> Collector:
+        c, m, state, _ = self.config, self._methods, self._resumed, self._code
+        mark, step = (None, 0) if state is None else (state["ledger"], state["loop"]["step"])
         self._ledger = ledger = open_account(self.run_dir, c, m, mark, step)
         keep_from_uploads(self.run_dir)
         if state is not None:

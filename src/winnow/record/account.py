@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from ..methods.group_kind import BY_REWARDS
 from ..types import Fate, Group, Visit
 from .ledger import Ledger
+from .ledger_file import LedgerError
+from .records import LEDGER
+
+
+def is_hosted(run_dir: Path) -> bool:
+    """Whether a directory is the account of a run inside TRL or verl, which has its models elsewhere."""
+    with suppress(LedgerError, OSError), Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
+        return ledger.get_meta("hosted") == "true"
+    return False
 
 
 class Counts:

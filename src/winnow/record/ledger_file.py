@@ -76,7 +76,9 @@ class LedgerError(ExpectedError):
 def open_file(path: Path, read_only: bool) -> sqlite3.Connection:
     """See `Ledger.open`."""
     if read_only and not path.is_file():
-        raise FileNotFoundError(f"{path}: no such ledger; check that its folder is a run directory")
+        inside = path.parent / "winnow" / path.name
+        remedy = f"name {inside.parent}" if inside.is_file() else "check that its folder is a run directory"
+        raise FileNotFoundError(f"{path}: no such ledger; {remedy}")
     if not read_only and not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: cannot create a ledger: the folder does not exist; create it first")
     with ExitStack() as stack:

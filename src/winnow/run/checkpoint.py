@@ -29,6 +29,7 @@ from ..base.failpoint import failpoint
 from ..base.files import bytes_of, from_json, fsync, fsync_tree, private_directory, readable, sha256
 from ..base.state import Count, State, StateError, at
 from ..collect import LoopState
+from ..record.account import is_hosted
 from ..record.ledger import TABLES
 from ..record.records import CONFIG, LEDGER, METRICS, SAMPLES, START, RunDirectoryError
 
@@ -200,6 +201,8 @@ def newest_model(run_dir: Path) -> Iterator[tuple[Path, Path]]:
         while saved is None and (saved_steps := steps(run_dir)):
             saved = _linked(root / _name(saved_steps[-1]), Path(own))
         if saved is None:
+            if is_hosted(run_dir):
+                raise ConfigError(f"{run_dir}: is the account of a run inside TRL or verl; name a model that it saved")
             raise ConfigError(f"{run_dir}: no finished model or checkpoint yet; train longer")
         yield saved / "model", root / saved.name / "model"
 

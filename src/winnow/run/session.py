@@ -222,7 +222,8 @@ class Session:
             self.solved()
         if self.stop_requested and not self._solved and self.loop.step < self.config.max_steps:
             raise KeyboardInterrupt(
-                f"saved at step {self.loop.step}; go on with: winnow resume {self.config.output_dir}"
+                f"saved at step {self.loop.step}; go on with: winnow resume {self.config.output_dir} (a run that was "
+                "given objects: Trainer.resume, with these)"
             )
 
     def solved(self) -> None:

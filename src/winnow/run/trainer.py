@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
@@ -25,9 +25,8 @@ from ..base.machine import heap_frozen
 from ..config import RunConfig
 from ..env.rewards.rewarder import RewardSpec
 from ..learner import LearnerLostError
-from ..record.ledger import Ledger
-from ..record.ledger_file import LedgerError
-from ..record.records import LEDGER, RunDirectoryError, lock
+from ..record.account import is_hosted
+from ..record.records import RunDirectoryError, lock
 from ..record.resume_keys import resumed_config
 from ..record.stop_conditions import RunStoppedError, TaskSolvedError, memory_errors
 from . import checkpoint, serve
@@ -142,10 +141,8 @@ class Trainer:
             step = state["loop"]["step"]
             if step > config.max_steps:
                 raise ConfigError(f"{self.run_dir}: max_steps={config.max_steps}, but the run is at step {step}")
-        elif (self.run_dir / LEDGER).is_file():  # `Session` reports a damaged one
-            with suppress(LedgerError), Ledger.open(self.run_dir / LEDGER, read_only=True) as ledger:
-                if ledger.get_meta("hosted"):
-                    raise ConfigError(f"{self.run_dir}: is the account of a run inside TRL or verl; resume that there")
+        elif is_hosted(self.run_dir):
+            raise ConfigError(f"{self.run_dir}: is the account of a run inside TRL or verl; resume that there")
         return newest
 
     @property

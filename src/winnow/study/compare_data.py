@@ -13,6 +13,7 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..config import RunConfig
 from ..config.options import MethodSpec
+from ..record.account import is_hosted
 from ..record.ledger import Ledger
 from ..record.proof import FATES, sampled_tokens
 from ..record.records import LEDGER, METRICS, read_config
@@ -80,7 +81,9 @@ def read_run_data(path: Path) -> RunData:
     curve = _curve(rows)
     if not curve:
         remedy = "train it with eval_steps set"
-        if any("eval/avg@n" in row for row in rows):
+        if is_hosted(path):
+            remedy = "its evaluations are those of TRL or verl, so compare them there"
+        elif any("eval/avg@n" in row for row in rows):
             remedy = "nothing told right answers from others; train it with success set"
         raise ConfigError(f"{path}: has no held-out evaluation to compare ({PASSED}); {remedy}")
     last = [row for row in rows if "eval/avg@n" in row or PASSED in row][-1]

@@ -73,7 +73,9 @@ def read_run(path: Path, *, max_samples: int) -> Run:
     known = ("config.json", "metrics.jsonl", "ledger.sqlite")
     if not any((path / name).is_file() for name in known):
         problem = f"it has none of {', '.join(known)}" if path.is_dir() else "there is no such folder"
-        raise ValueError(f"{path}: not a run directory: {problem}. Name the output_dir of a run.")
+        inside = path / "winnow"  # of TRL's output_dir
+        named = inside if (inside / "ledger.sqlite").is_file() else "the output_dir of a run"
+        raise ValueError(f"{path}: not a run directory: {problem}. Name {named}.")
     run = Run(name=visible(path.resolve().name))
     run.config = _read_json(path / "config.json", run.notes, _config)
     if not (path / "config.json").is_file():

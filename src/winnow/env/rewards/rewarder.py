@@ -258,7 +258,8 @@ class Rewarder:
             inspect_function = "winnow.env.workers.functions:inspect_function"
             known = self._pool.call(inspect_function, {"target": target}, called=target).result()
         except WorkerError as error:
-            raise TargetError(f"reward_funcs: cannot load {self._workers.with_hidden(error.detail)}") from None
+            cause = self._workers.with_hidden(error.detail).removeprefix(f"{TargetError.__name__}: ")
+            raise TargetError(f"reward_funcs: cannot load {cause}") from None
         if set(VERL_ARGUMENTS) <= set(known["parameters"]):
             return RewardFunction(known["name"], weight, {"**": False}, target=target, arguments=verl_arguments)
         return RewardFunction(known["name"], weight, known["parameters"], target=target, compares=known["compares"])
