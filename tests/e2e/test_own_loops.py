@@ -111,8 +111,10 @@ def test_ending_early_with_a_model(config: dict[str, Any], tmp_path: Path) -> No
     assert again.train()["step"] == 3
 
 
-def test_evaluations_of_a_loop_are_among_the_metrics(config: dict[str, Any]) -> None:
-    config |= {"eval_steps": None}
+@pytest.mark.parametrize("save_steps", [1, 100])
+def test_evaluations_of_a_loop_are_among_the_metrics(config: dict[str, Any], save_steps: int) -> None:
+    """Also those of a step that had been saved."""
+    config |= {"eval_steps": None, "save_steps": save_steps}
     with Trainer(config=config, reward_funcs=parity_reward) as trainer:
         returned = [trainer.evaluate()]
         trainer.step()

@@ -348,6 +348,14 @@ def test_what_the_engine_is_on_a_gpu_is_settled_once_and_kept(sync: Any, engine:
         assert resolved(settled.config, start(), resumed=True, no_vllm="pip").config.engine == settled.config.engine
 
 
+def test_samplers_on_the_cpu_are_not_planned_on_a_gpu() -> None:
+    c = config(sync={"name": "processes", "devices": ["cpu"]}, max_lag=1)
+    with PretendCuda():
+        settled = resolved(c, start(), no_vllm="")
+    assert list(settled.budgets) == ["learner GPU"]
+    assert "slots" not in settled.config.engine
+
+
 def test_servers_leave_no_engine_to_choose_and_no_memory_to_plan_for() -> None:
     c = config(sync={"name": "server", "url": "http://here"}, max_lag=1)
     with PretendCuda():

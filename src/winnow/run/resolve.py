@@ -329,7 +329,7 @@ def _roles(c: RunConfig, options: Options, places: list[str], alone: bool) -> di
         return {"GPU": (not alone, 0)}
     mine = numbered(c.device)
     roles: dict[str, tuple[bool, int | None]] = {"learner GPU": (True, places.index(mine) if mine in places else None)}
-    others = [slot for slot, place in enumerate(places or [""]) if place != mine]
+    others = [slot for slot, place in enumerate(places or [""]) if place not in (mine, "cpu")]
     if others and options.engine_of(0) is None:
         roles[SAMPLER_GPU] = (False, others[0])
     return roles

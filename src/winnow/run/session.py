@@ -64,6 +64,7 @@ class Session:
         self.stop_requested = self._solved = False
         self._compare_at = 1
         self._evaluated_at: int | None = None
+        self._unsaved = False  # whether `evaluate` has written since the last save
         self._metrics: dict[str, float] = {}
         self._open_parts = ExitStack()
 
@@ -239,6 +240,7 @@ class Session:
 
     def evaluate(self) -> dict[str, float]:
         """Return held-out metrics of the current policy, booked as evaluation. ConfigError without held-out data."""
+        self._unsaved = True
         return self._evaluated(self._evaluate_now(self.loop.step), self._records.metrics)
 
     def evaluate_after_end(self, rewarder: Rewarder) -> dict[str, float]:
@@ -379,7 +381,7 @@ class Session:
 
     def _save_if_due(self, step: int, force: bool) -> None:
         due = self._callbacks.take("should_save") or force or step % self.config.save_steps == 0
-        if not due or step in checkpoint.steps(self.run_dir):
+        if not due or (step in checkpoint.steps(self.run_dir) and not self._unsaved):
             return
         state = {
             "loop": self.loop.state_dict(),
@@ -391,6 +393,7 @@ class Session:
             "code": self._code,
         }
         saved = checkpoint.save(self.run_dir, step, state, self.parts.save, keep_last=self.config.save_total_limit)
+        self._unsaved = False
         self.ledger.set_meta("saved", str(step))
         push_if_due(self.run_dir, self.config, saved)
         self._notify("on_save")
