@@ -165,6 +165,9 @@ class TestOneRunOneDirectory:
     def test_a_second_trainer_of_the_same_directory_is_refused(self, tiny_config: dict[str, Any]) -> None:
         first, second = (Trainer(config=tiny_config | {"max_steps": 1}, reward_funcs=parity_reward) for _ in range(2))
         first.train()
+        file = Path(tiny_config["output_dir"]) / "config.json"
+        with pytest.raises(RunDirectoryError, match=rf"output_dir: {file} is a file; choose another"):
+            Trainer(config=tiny_config | {"output_dir": str(file / "x")}, reward_funcs=parity_reward)
         with pytest.raises(RunDirectoryError, match="already holds a run"):
             second.train()
         assert_clean(Path(tiny_config["output_dir"]))

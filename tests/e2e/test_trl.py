@@ -298,6 +298,8 @@ def test_a_completion_without_any_reward_is_no_zero(arguments: dict[str, Any], t
         ({"gates": ["arrol"]}, {"loss_type": "bnpo"}, "bnpo weighs micro-batches alike"),
         ({"env": "countdown"}, {}, "give one of the two"),
         ({"selectr": "greso"}, {}, "Did you mean 'selector'"),
+        ({"engine": True}, {}, "engine: expected a name or {name: ..., options}, not True"),
+        ({"advantage": ["grpo"]}, {}, "advantage: expected a name or"),
         ({"advantage": "remax"}, {}, "TRL samples all alike"),
         ({"filter": "zero_variance", "rollout_batch": "adaptive"}, {}, "surplus: carry trains groups one step after"),
         (

@@ -207,7 +207,11 @@ def test_a_start_that_fails_leaves_no_account(
     with pytest.raises(OSError, match="No space left"):
         WinnowGRPOTrainer(**arguments).train()
     monkeypatch.undo()
-    WinnowGRPOTrainer(**arguments).train()
+    monkeypatch.chdir(tmp_path)
+    trainer = WinnowGRPOTrainer(**arguments | {"args": settings(Path("out"))})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # the account stays where the trainer was made
+    trainer.train()
     run = tmp_path / "out" / "winnow"
     with pytest.raises(ConfigError, match="its evaluations are those of TRL or verl"):
         read_run_data(run)

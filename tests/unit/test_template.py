@@ -60,7 +60,7 @@ def test_nothing_to_do() -> None:
     ("template", "values", "message"),
     [
         (None, {"enable_thinking": False}, "the tokenizer has no chat template"),
-        (CHATML, {"enable_thinking": False}, "has no 'enable_thinking'. This version has none"),
+        (CHATML, {"enable_thinking": False}, "has no 'enable_thinking'. There are none"),
         (THINKING, {"enable_thinkin": False}, "Did you mean 'enable_thinking'?"),
         (THINKING, {"messages": []}, "has no 'messages'. Known: enable_thinking"),
         (THINKING, {"x %}{{ 1 }}": 1}, "has no 'x"),

@@ -17,7 +17,7 @@ from ..base.dotted import did_you_mean
 
 def suggestion(name: str, known: Sequence[str]) -> str:
     """Return ` Did you mean 'x'?`, or the list of known names."""
-    others = f" Known: {', '.join(sorted(known))}." if known else " This version has none."
+    others = f" Known: {', '.join(sorted(known))}." if known else " There are none."
     return did_you_mean(name, known) or others
 
 

@@ -44,6 +44,9 @@ def run_config(trainer: Any, methods: Mapping[str, Any], prompts: int) -> RunCon
             f"{trainer.accelerator.num_processes} processes: inside TRL Winnow chooses prompts in one; use one GPU, or "
             "`winnow train` with learner: fsdp"
         )
+    for name in ("engine", "advantage"):
+        if not isinstance(methods[name], str | Mapping | None):
+            raise ConfigError(f"{name}: expected a name or {{name: ..., options}}, not {methods[name]!r}")
     advantage = methods["advantage"] or SCALES.get(args.scale_rewards, "grpo")  # TRL refuses others
     given = {k: v for k, v in methods.items() if v is not None}
     if "engine" in given:

@@ -147,7 +147,7 @@ class LoopInTrl:
 
     def require_new(self) -> None:
         """Raise RunDirectoryError, with what to do, if a run was begun in the directory."""
-        saved = get_last_checkpoint(self._trainer.args.output_dir) if self.run_dir.exists() else None
+        saved = get_last_checkpoint(str(self.run_dir.parent)) if self.run_dir.exists() else None
         refuse_used_directory(self.run_dir, "`train(resume_from_checkpoint=True)`" if saved else "")
 
     def close(self) -> None:

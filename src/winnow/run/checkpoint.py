@@ -352,6 +352,9 @@ def refuse_used_directory(run_dir: Path, go_on: str | None = None) -> None:
 
     `go_on`: how to resume it; empty if it cannot be.
     """
+    there = next((path for path in (run_dir, *run_dir.parents) if path.exists()), run_dir)
+    if there.exists() and not there.is_dir():
+        raise RunDirectoryError(f"output_dir: {there} is a file; choose another")
     used = [name for name in (CONFIG, LEDGER, START, "checkpoints") if (run_dir / name).exists()]
     foreign = [name for name in ("model", METRICS, SAMPLES) if (run_dir / name).exists()]
     if foreign and not used:

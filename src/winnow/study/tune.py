@@ -241,7 +241,10 @@ class Tuning:
             ]
             yield "samplers", [*ahead, *(lag | {"sync": sync} for sync in processes)]
         else:
-            self.note("samplers: this machine has one core; none are tried in processes of their own")
+            self.note(
+                "samplers: this process may use one core (OMP_NUM_THREADS, its affinity or its container); none are "
+                "tried in processes of their own"
+            )
 
     def _with_rate(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Return what differs from the given configuration; the learning rate follows the batch by its square root."""
