@@ -16,8 +16,10 @@ from transformers import TrainerCallback
 
 from winnow import ConfigError, Trainer
 from winnow.base.files import private_directory, write_json
+from winnow.env.rewards.pooled import PooledReward
 from winnow.integrations import trl_loop
 from winnow.integrations.trl import WinnowGRPOTrainer, env_reward
+from winnow.record.failures import failures_of
 from winnow.record.ledger import Ledger
 from winnow.record.records import RunDirectoryError, lock
 from winnow.run.checkpoint import marks, newest_model
@@ -108,6 +110,45 @@ def test_a_task_brings_its_reward_functions(arguments: dict[str, Any], tmp_path:
     WinnowGRPOTrainer(**given | {"reward_funcs": None}, env=task).train()
     (row,) = metrics(tmp_path / "out")
     assert "rewards/countdown_reward/mean" in row
+
+
+@pytest.fixture
+def fussy(tmp_path: Path) -> PooledReward:
+    """A function in a worker that fails on about a third of the completions."""
+    file = tmp_path / "fussy.py"
+    file.write_text(
+        "def score(text):\n"
+        "    number = sum(map(ord, text))\n"
+        "    if number % 3 == 0:\n"
+        "        raise ValueError('a third')\n"
+        "    return float(number % 2)\n"
+    )
+    return PooledReward("fussy", f"{file}:score", lambda text, row: {"text": text})
+
+
+def test_a_pooled_reward_fails_single_completions(
+    fussy: PooledReward, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    """One of a task, with Winnow's engine: the failure has its cause, whatever other functions say."""
+    task = CountdownConfig(train_size=8, test_size=4).build()
+    task.reward_funcs = [fussy, lambda completions, **columns: [1.0] * len(completions)]
+    given = arguments | {"train_dataset": None, "reward_funcs": None}
+    WinnowGRPOTrainer(**given, env=task, max_failed_share=1.0).train()
+    totals = proven(tmp_path / "out")
+    assert totals["failed"]["rollouts"] > 0
+    assert totals["trained"]["rollouts"] > 0
+    (reason,) = failures_of(tmp_path / "out" / "winnow")
+    assert "reward fussy: ValueError: a third" in reason
+
+
+def test_a_pooled_reward_over_trls_generation(fussy: PooledReward, arguments: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="reward fussy: ValueError: a third.*; this completion has no reward"):
+        WinnowGRPOTrainer(**arguments | {"reward_funcs": [fussy, parity]}, filter="zero_variance").train()
+    assert proven(tmp_path / "out")["failed"]["rollouts"] > 0
+    args = settings(tmp_path / "other")
+    lost = PooledReward("lost", fussy.target, lambda text, row: {"text": row["answer"]})
+    with pytest.raises(RuntimeError, match="reward lost: KeyError: 'answer'"):
+        WinnowGRPOTrainer(**arguments | {"reward_funcs": lost, "args": args}).train()
 
 
 def test_reward_functions_of_one_name(arguments: dict[str, Any], tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import warnings
 import numpy as np
 import pytest
 
-from winnow.env.rewards.pooled import PooledReward, verl_arguments
+from winnow.env.rewards.pending import numbered
+from winnow.env.rewards.pooled import PooledReward, failing_alone, failures_of, verl_arguments
 from winnow.env.rewards.rewarder import Rewarder
 from winnow.record.samples import sample
 from winnow.types import Fate
@@ -210,6 +211,35 @@ def test_equal_names_are_told_apart():
     g = group("x")
     scored([lambda completions: [1.0], lambda completions: [2.0]], g)
     assert g.rollouts[0].rewards == {"<lambda>": 1.0, "<lambda>_2": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("names", "distinct"),
+    [
+        (["f", "f", "f_2"], ["f", "f_3", "f_2"]),
+        (["f", "f_2", "f", "f_2"], ["f", "f_2", "f_3", "f_2_2"]),
+        (["f", "f", "f"], ["f", "f_2", "f_3"]),
+    ],
+)
+def test_numbered_names_are_distinct(names, distinct):
+    assert numbered(names) == distinct
+
+
+def test_a_pooled_reward_that_fails_alone(module):
+    """As inside TRL: an error of one completion, or of one row, takes no score from the others."""
+    reward = PooledReward("score", f"{module}:compute_score", verl_arguments)
+    function, other = failing_alone([reward, len])
+    assert (function.__name__, other) == ("score", len)
+    assert failing_alone(reward).__name__ == "score"
+    assert failing_alone(None) is None
+    rows = {"reward_model": [{"ground_truth": "42"}, {"ground_truth": "42"}, {}], "trainer_state": None}
+    assert function(completions=["42", "bad", "42"], **rows) == [1.0, None, None]
+    failed = failures_of([function, other])
+    assert failed.keys() == {1, 2}
+    assert "reward score: ValueError: cannot parse" in failed[1]
+    assert "ground_truth" in failed[2]
+    assert function(completions=["42"], ground_truth=["41"]) == [0.0]
+    assert failures_of([function]) == {}
 
 
 def test_pooled_reward_has_trls_signature(module):

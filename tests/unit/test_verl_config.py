@@ -93,6 +93,47 @@ def test_a_profile_of_pass_rates_has_the_ids_of_the_rows(tmp_path: Path) -> None
     assert {visit.prompt.ordinal % 2 for visit in visits} == {1}
 
 
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": None}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"id": "x1"},
+        {"id": 7},
+        {"tools": [TOOL]},
+        {"tools": json.dumps([TOOL])},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"prompt": json.dumps(row(0)["prompt"])},
+        {"prompt": "2 + 2 =", "tools": [TOOL]},
+    ],
+    ids=str,
+)
+def test_ids_are_those_of_winnow_pass_rates(more: dict[str, Any], tmp_path: Path) -> None:
+    data = [row(0) | more, row(1)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in data))
+    profiled = DatasetConfig(path=str(tmp_path / "train.jsonl"), preset="verl").build().train
+    assert [prompt.id for prompt in VerlRows(data).train] == [prompt.id for prompt in profiled]
+
+
+def test_columns_that_are_no_ids_and_no_tools() -> None:
+    """verl does not read them, so they are no error."""
+    plain = VerlRows(rows(1)).train[0].id
+    for more in (
+        {"id": 1.5},
+        {"id": True},
+        {"id": ""},
+        {"tools": [{"no": "name"}]},
+        {"chat_template_kwargs": "not JSON"},
+    ):
+        assert VerlRows([row(0) | more]).train[0].id == plain
+
+
+def test_numbers_of_repeated_ids_leave_the_ids_of_other_rows() -> None:
+    data = [row(n) | {"id": own} for n, own in enumerate(["a", "a", "a-2", "a"])]
+    assert [prompt.id for prompt in VerlRows(data).train] == ["a", "a-3", "a-2", "a-4"]
+
+
 @pytest.mark.parametrize("by", ["difficulty", "level"])
 def test_an_order_by_a_column(by: str, tmp_path: Path) -> None:
     data = [row(n) | {"difficulty": 12 - n, "extra_info": {"level": -n}, "images": [n]} for n in range(12)]

@@ -196,7 +196,7 @@ class DatasetTask(OneTurn):
             )
 
 
-def _written_messages(text: str) -> list[Any] | None:
+def written_messages(text: str) -> list[Any] | None:
     """Return messages written as JSON or Python text; None for anything else."""
     if text.lstrip()[:1] not in ("[", "{") or "role" not in text or "content" not in text:
         return None
@@ -239,7 +239,7 @@ def _prompt_of(row: Row, config: DatasetConfig, as_json: list[str]) -> tuple[str
             f"Name it with prompt_column, or {preset}"
         )
     value = row.values[column]
-    if isinstance(value, str) and (written := _written_messages(value)) is not None:
+    if isinstance(value, str) and (written := written_messages(value)) is not None:
         as_json.append(row.where)
         value = written
     if isinstance(value, str):

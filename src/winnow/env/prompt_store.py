@@ -144,7 +144,7 @@ class Store:
     def _resolve_ids(self, may_repeat: bool) -> None:
         """Number repeated prompts. Only rows whose keys are equal can have equal ids."""
         keys_N = np.frombuffer(self._id_keys, np.uint64)
-        _, inverse_N, counts = np.unique(keys_N, return_inverse=True, return_counts=True)
+        known, inverse_N, counts = np.unique(keys_N, return_inverse=True, return_counts=True)
         taken: dict[str, int] = {}
         last: dict[str, int] = {}
         for row in np.flatnonzero(counts[inverse_N] > 1).tolist():
@@ -154,7 +154,7 @@ class Store:
                 there = self.where(taken[name])
                 raise DataError(f"{self.where(row)}: id '{name}' is taken already by {there}; ids must differ")
             base = name
-            while name in taken:
+            while name in taken or (name != base and _is_own(name, int(keys_N[row]), known)):
                 last[base] = last.get(base, 1) + 1
                 name = f"{base}-{last[base]}"
             taken[name] = row
@@ -186,6 +186,13 @@ def _id_key(own_id: str | None, digest: bytes) -> int:
         return int.from_bytes(digest[:8], "big")
     made = _MADE_ID.fullmatch(own_id)
     return int(made[1], 16) if made else int.from_bytes(hashlib.sha256(own_id.encode()).digest()[:8], "big")
+
+
+def _is_own(name: str, key: int, keys: np.ndarray) -> bool:
+    """Return whether another row may have the numbered id `name`. `key`: of the id without number; `keys`: sorted."""
+    own = np.uint64(_id_key(name, b""))
+    place = int(np.searchsorted(keys, own))
+    return int(own) != key and place < len(keys) and bool(keys[place] == own)
 
 
 def _characters(text: str | None, messages: Sequence[Message] | None) -> int:

@@ -12,6 +12,7 @@ overrides private methods.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +27,12 @@ from ..config.errors import suggestion
 from ..config.options import MethodSpec
 from ..env.base import Task, has_no_environment
 from ..env.private import private
+from ..env.rewards.pooled import failing_alone, failures_of
 from ..env.rewards.scores import completion_of
 from ..run.checkpoint import TRL_STATE
 from ..run.inputs import build_task
 from ..tasks.agents import AgentTask
-from ..types import Group, Prompt, Rollout
+from ..types import Fate, Group, Prompt, Rollout
 from .trl_batch import logps_by_segment, mask_rows
 from .trl_config import run_config
 from .trl_data import TrlRows
@@ -119,6 +121,7 @@ class WinnowGRPOTrainer(GRPOTrainer):
                     raise ConfigError("reward_funcs: give env_reward if the agent gives the reward, else functions")
                 kwargs["reward_funcs"] = list(given.reward_funcs)
             _require_env_reward(given, kwargs.get("reward_funcs"), kwargs.get("eval_dataset"))
+        kwargs["reward_funcs"] = failing_alone(kwargs.get("reward_funcs"))
         super().__init__(**kwargs)
         if methods["gates"] or given is not None:
             methods["engine"] = methods["engine"] or "local"
@@ -200,6 +203,12 @@ class WinnowGRPOTrainer(GRPOTrainer):
         given = inputs, prompts, completions, completion_ids_list
         if self._sampled is None:
             rewards: torch.Tensor = super()._calculate_rewards(*given)
+            failed = failures_of(self.reward_funcs)
+            if 1 < len(failed) == len(prompts):
+                raise RuntimeError(failed[0])  # not because of one completion
+            for row, reason in failed.items():
+                rewards[row] = torch.nan
+                warnings.warn(f"{reason}; this completion has no reward", stacklevel=2)
         else:
             left = [i for i, rollout in enumerate(self._sampled) if rollout.fate is None]
             pairs = zip(self._completions, completions, strict=True)
@@ -208,6 +217,10 @@ class WinnowGRPOTrainer(GRPOTrainer):
             rewards = torch.full((len(prompts), len(self.reward_funcs)), torch.nan, device=self.accelerator.device)
             if left:
                 rewards[left] = super()._calculate_rewards(*([values[i] for i in left] for values in given))
+                for row, reason in failures_of(self.reward_funcs).items():
+                    rewards[left[row]] = torch.nan
+                    rollout = self._sampled[left[row]]
+                    rollout.fate, rollout.reason = Fate.FAILED, reason
             for column, values in self._pending_extra_logs.items():  # a table of all completions
                 by_row = dict(zip(left, values, strict=False))
                 self._pending_extra_logs[column] = [by_row.get(i) for i in range(len(prompts))]

@@ -20,7 +20,7 @@ from ..base.errors import ConfigError
 from ..types import Fate
 from .verl_config import run_config, value_at
 from .verl_curriculum import Curriculum
-from .verl_data import IDENTITY, VerlRows
+from .verl_data import READ, VerlRows
 from .verl_rollouts import Trajectory
 
 try:
@@ -133,7 +133,7 @@ class WinnowReplayBuffer(ReplayBuffer):
         if VISIT in rows.column_names:
             raise ConfigError(f"data.train_files: column '{VISIT}' is Winnow's own; rename it")
         if data.prompt_key in rows.column_names:  # images are not read
-            read = {data.prompt_key, *IDENTITY, "extra_info"}
+            read = {data.prompt_key, *READ}
             kept = [name for name, kind in rows.features.items() if name in read or isinstance(kind, Value)]
             rows = rows.select_columns(kept)
         task = VerlRows(rows, data.prompt_key)

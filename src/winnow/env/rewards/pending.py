@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -76,13 +75,16 @@ class ScoredGroup:
 
 
 def numbered(names: Iterable[str]) -> list[str]:
-    """Return names with a number on those that repeat an earlier one: `f`, `f_2`."""
-    seen: Counter[str] = Counter()
-    found = []
-    for name in names:
-        seen[name] += 1
-        found.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-    return found
+    """Return distinct names, with a number on those that repeat an earlier one: `f`, `f_2`."""
+    given = list(names)
+    distinct: list[str] = []
+    for name in given:
+        own, number = name, 1
+        while own in distinct or (own != name and own in given):
+            number += 1
+            own = f"{name}_{number}"
+        distinct.append(own)
+    return distinct
 
 
 def result_of(future: Future[Any]) -> Any:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from ...base.files import json_default
-from ..workers.worker import shared_pool
+from ...base.sanitize import redact
+from ..workers.functions import describe_error
+from ..workers.worker import WorkerError, shared_pool
+from .scores import read_score
 
 Row = Mapping[str, Any]
 """The columns of one prompt."""
@@ -41,6 +45,60 @@ class PooledReward:
         futures = [shared_pool().call(self.target, arguments) for arguments in calls]
         results = [future.result() for future in futures]
         return [r["score"] if isinstance(r, dict) else r for r in results]
+
+
+class FailsAlone:
+    """A pooled reward function as TRL calls it: a completion that it cannot score gets None, and the others a score."""
+
+    def __init__(self, reward: PooledReward) -> None:
+        self.__name__ = reward.__name__
+        self._reward = reward
+        self.failed: dict[int, str] = {}
+        """Completions of the latest call without a score, with the reason."""
+
+    def __call__(self, completions: Sequence[Any], **columns: list[Any]) -> list[float | None]:
+        lists = {name: value for name, value in columns.items() if isinstance(value, list)}
+        self.failed = {}
+        pending: list[Future[Any] | None] = []
+        for i, completion in enumerate(completions):
+            row = {name: values[i] for name, values in lists.items()}
+            try:
+                arguments = self._reward.arguments(completion_text(completion), row)
+                pending.append(shared_pool().call(self._reward.target, arguments))
+            except Exception as error:
+                self._fail(i, error)
+                pending.append(None)
+        return [None if future is None else self._score(i, future) for i, future in enumerate(pending)]
+
+    def _score(self, i: int, future: Future[Any]) -> float | None:
+        try:
+            score = read_score(future.result())
+        except WorkerError as error:
+            score = error
+        if not isinstance(score, Exception):
+            return score
+        self._fail(i, score)
+        return None
+
+    def _fail(self, i: int, error: Exception) -> None:
+        cause = error.detail if isinstance(error, WorkerError) else describe_error(error)
+        self.failed[i] = redact(f"reward {self.__name__}: {cause}")
+
+
+def failing_alone(reward_funcs: Any) -> Any:
+    """Return TRL's `reward_funcs`, one or a list, with `FailsAlone` for pooled functions."""
+    if isinstance(reward_funcs, list):
+        return [failing_alone(function) for function in reward_funcs]
+    return FailsAlone(reward_funcs) if isinstance(reward_funcs, PooledReward) else reward_funcs
+
+
+def failures_of(reward_funcs: Sequence[Any]) -> dict[int, str]:
+    """Return the completions of the latest call that some function of `failing_alone` could not score, and why."""
+    failed: dict[int, str] = {}
+    for function in reward_funcs:
+        if isinstance(function, FailsAlone):
+            failed = function.failed | failed
+    return failed
 
 
 def arguments_each(
