@@ -111,8 +111,7 @@ class Collector:
         self.tally = Tally(self.judge)
         """Counts of the current step."""
         self.failures = FailureWatch(self.ledger.failures(), self.judge.success)
-        per_step = self.buffer.prompts_per_step
-        self._stop_conditions = StopConditions(self.judge, self.limits, self.filter, self.refill_round, per_step)
+        self._stop_conditions = StopConditions(self.judge, self.limits, self.filter, self.refill_round)
         self._method_metrics: dict[str, float] = {}
         """Metrics of gates, audits and filter."""
         self._untrained: str | None = None
@@ -186,7 +185,7 @@ class Collector:
         if self.reuse is not None and update["updated"]:
             self.reuse.trained(batch.groups)
         self.totals = self.totals.plus(num_teacher_tokens=int(update.get("teacher/tokens", 0)))
-        useless = self._stop_conditions.of_step(step, batch.trained_on, update, self.tally)
+        useless = self._stop_conditions.of_step(step, batch.trained_on, update, self.tally, self.buffer.wanted)
         self._untrained = self._stop_conditions.untrained(batch.trained_on, update, self.tally)
         self.stop = self.stop or useless
         self._method_metrics = self.filter.metrics()
@@ -299,7 +298,7 @@ class Collector:
         self.group_size.observe_group(group)
         self.drafts.observe(group)
         failpoint("take")
-        self.stop = self.stop or self._stop_conditions.of_failures(step, self.tally)
+        self.stop = self.stop or self._stop_conditions.of_failures(step, self.tally, self.buffer.wanted)
         reason = refusal = self.judge.refusal(group)
         if reason is None:
             verdict = checked_verdict(self.filter, group, kind)
