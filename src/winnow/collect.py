@@ -29,7 +29,7 @@ from .methods.size import GroupSize, checked_additional_size, checked_size
 from .record.account import Account
 from .record.failures import FailureWatch, cause_of
 from .record.step_metrics import Tally, TokenTotals
-from .record.stop_conditions import Limits, RunStoppedError, StopConditions, nothing_left
+from .record.stop_conditions import Limits, RunStoppedError, StopConditions, StopCounts, nothing_left
 from .reuse import Reuse, UsedState
 from .rollout.in_flight import zero_unrewarded_truncated
 from .sampler.base import GroupSource
@@ -53,9 +53,7 @@ class Batch(NamedTuple):
         return [*self.groups, *self.again]
 
 
-class CollectorState(TokenTotals):
-    skipped_steps: Count
-    solved_steps: Count
+class CollectorState(TokenTotals, StopCounts):
     undecided: str
     waiting: list[dict[str, Any]]
     unreplaced: Count
@@ -335,8 +333,7 @@ class Collector:
             raise RuntimeError("a checkpoint is taken between steps only, with no group in flight")
         return {
             **self.totals.model_dump(),
-            "skipped_steps": self._stop_conditions.skipped_steps,
-            "solved_steps": self._stop_conditions.solved_steps,
+            **self._stop_conditions.state_dict(),
             "undecided": self.judge.success.undecided,
             "waiting": [group_state(group) for group in self.buffer.groups],
             "unreplaced": self.buffer.unreplaced,
@@ -355,8 +352,7 @@ class Collector:
         """Restore a state. Raises ValueError on one that this configuration cannot have."""
         saved = CollectorState.of(state)
         self.totals = TokenTotals.of(saved.model_dump(include=set(TokenTotals.model_fields)))
-        conditions = self._stop_conditions
-        conditions.skipped_steps, conditions.solved_steps = saved.skipped_steps, saved.solved_steps
+        self._stop_conditions.load_state_dict(saved.model_dump(include=set(StopCounts.model_fields)))
         if not self.judge.success.declared:
             self.judge.success.undecided = self.judge.success.undecided or saved.undecided
         with at("waiting"):

@@ -153,15 +153,20 @@ def test_a_format_bonus_is_not_zero_variance() -> None:
 
 
 def test_failures_of_single_groups_add_up_until_they_can_end_a_run() -> None:
-    conditions = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 1)
-    errors = []
+    """Also over resumes, and from a state of an earlier version."""
+    errors, state = [], {"skipped_steps": 0, "solved_steps": 0}
     for step in range(4):
+        conditions = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 1)
+        conditions.load_state_dict(state)
         tally = Tally(BY_REWARDS)
         tally.finished(make_group(step, [None] * 8))
         errors.append(conditions.of_failures(step, tally, 1))
-        conditions.of_step(step, [], {"updated": 0.0}, tally, 1)
+        if errors[-1] is None:
+            conditions.of_step(step, [], {"updated": 0.0}, tally, 1)
+        state = conditions.state_dict()
     assert errors[:3] == [None] * 3
     assert "100% of the rollouts failed" in str(errors[3])
+    assert state["unjudged_rollouts"] == 0, "or they would stop a resume once more"
     alone = Tally(BY_REWARDS)
     alone.finished(make_group(0, [None] * 64))
     fresh = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 1)
