@@ -29,7 +29,7 @@ from .methods.size import GroupSize, checked_additional_size, checked_size
 from .record.account import Account
 from .record.failures import FailureWatch, cause_of
 from .record.step_metrics import Tally, TokenTotals
-from .record.stop_conditions import Limits, RunStoppedError, StopConditions, nothing_left
+from .record.stop_conditions import Limits, RunStoppedError, StopConditions, StopCounts, nothing_left
 from .reuse import Reuse, UsedState
 from .rollout.in_flight import zero_unrewarded_truncated
 from .sampler.base import GroupSource
@@ -53,9 +53,7 @@ class Batch(NamedTuple):
         return [*self.groups, *self.again]
 
 
-class CollectorState(TokenTotals):
-    skipped_steps: Count
-    solved_steps: Count
+class CollectorState(TokenTotals, StopCounts):
     undecided: str
     waiting: list[dict[str, Any]]
     unreplaced: Count
@@ -111,8 +109,7 @@ class Collector:
         self.tally = Tally(self.judge)
         """Counts of the current step."""
         self.failures = FailureWatch(self.ledger.failures(), self.judge.success)
-        per_step = self.buffer.prompts_per_step
-        self._stop_conditions = StopConditions(self.judge, self.limits, self.filter, self.refill_round, per_step)
+        self._stop_conditions = StopConditions(self.judge, self.limits, self.filter, self.refill_round)
         self._method_metrics: dict[str, float] = {}
         """Metrics of gates, audits and filter."""
         self._untrained: str | None = None
@@ -186,7 +183,7 @@ class Collector:
         if self.reuse is not None and update["updated"]:
             self.reuse.trained(batch.groups)
         self.totals = self.totals.plus(num_teacher_tokens=int(update.get("teacher/tokens", 0)))
-        useless = self._stop_conditions.of_step(step, batch.trained_on, update, self.tally)
+        useless = self._stop_conditions.of_step(step, batch.trained_on, update, self.tally, self.buffer.wanted)
         self._untrained = self._stop_conditions.untrained(batch.trained_on, update, self.tally)
         self.stop = self.stop or useless
         self._method_metrics = self.filter.metrics()
@@ -299,7 +296,7 @@ class Collector:
         self.group_size.observe_group(group)
         self.drafts.observe(group)
         failpoint("take")
-        self.stop = self.stop or self._stop_conditions.of_failures(step, self.tally)
+        self.stop = self.stop or self._stop_conditions.of_failures(step, self.tally, self.buffer.wanted)
         reason = refusal = self.judge.refusal(group)
         if reason is None:
             verdict = checked_verdict(self.filter, group, kind)
@@ -336,8 +333,7 @@ class Collector:
             raise RuntimeError("a checkpoint is taken between steps only, with no group in flight")
         return {
             **self.totals.model_dump(),
-            "skipped_steps": self._stop_conditions.skipped_steps,
-            "solved_steps": self._stop_conditions.solved_steps,
+            **self._stop_conditions.state_dict(),
             "undecided": self.judge.success.undecided,
             "waiting": [group_state(group) for group in self.buffer.groups],
             "unreplaced": self.buffer.unreplaced,
@@ -356,8 +352,7 @@ class Collector:
         """Restore a state. Raises ValueError on one that this configuration cannot have."""
         saved = CollectorState.of(state)
         self.totals = TokenTotals.of(saved.model_dump(include=set(TokenTotals.model_fields)))
-        conditions = self._stop_conditions
-        conditions.skipped_steps, conditions.solved_steps = saved.skipped_steps, saved.solved_steps
+        self._stop_conditions.load_state_dict(saved.model_dump(include=set(StopCounts.model_fields)))
         if not self.judge.success.declared:
             self.judge.success.undecided = self.judge.success.undecided or saved.undecided
         with at("waiting"):

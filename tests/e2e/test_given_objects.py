@@ -89,3 +89,13 @@ def test_what_an_object_has_frozen_stays_frozen(tiny_config: dict[str, Any]) -> 
     again = Trainer.resume(run, {"max_steps": 5}, **objects)
     assert not again.model.get_input_embeddings().weight.requires_grad
     again.close()
+
+
+def test_a_resume_freezes_nothing_that_the_run_trained(tiny_config: dict[str, Any]) -> None:
+    model, tokenizer = load_causal_lm(tiny_config["model"], CPU), load_tokenizer(tiny_config["model"])
+    objects, run = {"model": model, "processing_class": tokenizer}, tiny_config["output_dir"]
+    config = tiny_config | {"max_steps": 1, "reward_funcs": ["tests.parity:parity_reward"], "optim": "sgd"}
+    Trainer(config=config, **objects).train()
+    model.get_input_embeddings().requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"model: model\.embed_tokens\.weight is frozen in the given model alone"):
+        Trainer.resume(run, {"max_steps": 2}, **objects)

@@ -101,6 +101,8 @@ def test_ending_early_with_a_model(config: dict[str, Any], tmp_path: Path) -> No
     before = trainer.evaluate()
     trainer.step()
     trainer.save_model(tmp_path / "best")
+    with pytest.warns(UserWarning, match="save_model: the model is in .*model-at-step-1"):
+        trainer.save_model(trainer.run_dir / "model" / "best")
     assert trainer.finish()["step"] == 1
     trainer.close()  # has nothing to do any more
     assert 0 <= before["eval/pass@1"] <= 1

@@ -202,3 +202,15 @@ def test_every_reward_failing_aborts_with_the_cause(tiny_config: dict[str, Any])
     db = sqlite3.connect(run / "ledger.sqlite")
     assert db.execute("SELECT COUNT(*) FROM rollouts WHERE reward IS NOT NULL").fetchone() == (0,)
     assert totals.get("trained", {}).get("rollouts", 0) == 0
+
+
+def test_failures_of_small_steps_end_a_resumed_run_as_well(tiny_config: dict[str, Any]) -> None:
+    def broken(completions: list[str], **_: object) -> list[float]:
+        raise ConnectionError("judge unreachable")
+
+    values = {"prompts_per_step": 1, "num_generations": 8, "filter": "keep_all", "max_steps": 6, "eval_steps": None}
+    with Trainer(config=tiny_config | values, reward_funcs=broken) as trainer:
+        for _ in range(3):
+            trainer.step()
+    with pytest.raises(RunStoppedError, match="step 3: 100% of the rollouts failed"):
+        Trainer.resume(tiny_config["output_dir"], reward_funcs=broken).train()

@@ -153,35 +153,40 @@ def test_a_format_bonus_is_not_zero_variance() -> None:
 
 
 def test_failures_of_single_groups_add_up_until_they_can_end_a_run() -> None:
-    conditions = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 1, 1)
-    errors = []
+    """Also over resumes, and from a state of an earlier version."""
+    errors, state = [], {"skipped_steps": 0, "solved_steps": 0}
     for step in range(4):
+        conditions = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 1)
+        conditions.load_state_dict(state)
         tally = Tally(BY_REWARDS)
         tally.finished(make_group(step, [None] * 8))
-        errors.append(conditions.of_failures(step, tally))
-        conditions.of_step(step, [], {"updated": 0.0}, tally)
+        errors.append(conditions.of_failures(step, tally, 1))
+        if errors[-1] is None:
+            conditions.of_step(step, [], {"updated": 0.0}, tally, 1)
+        state = conditions.state_dict()
     assert errors[:3] == [None] * 3
     assert "100% of the rollouts failed" in str(errors[3])
+    assert state["unjudged_rollouts"] == 0, "or they would stop a resume once more"
     alone = Tally(BY_REWARDS)
     alone.finished(make_group(0, [None] * 64))
-    fresh = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 1, 1)
-    assert fresh.of_failures(0, alone) is None
+    fresh = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 1)
+    assert fresh.of_failures(0, alone, 1) is None
 
 
 def test_failures_at_the_start_of_a_step_are_compared_with_the_whole_step() -> None:
-    conditions = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 8, 8)
+    conditions = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["keep_all"](), 8)
     tally = Tally(BY_REWARDS)
     errors = []
     for number in range(5):
         tally.finished(make_group(number, [None] * 32))
-        errors.append(conditions.of_failures(0, tally))
+        errors.append(conditions.of_failures(0, tally, 8))
     assert errors[:4] == [None] * 4
     assert "62% of the rollouts failed" in str(errors[4])
 
 
 def test_a_refill_rejects_enough_groups_before_it_ends_a_run() -> None:
     limits = Limits(9, 0.5, 9, fewest_rejected=12)
-    conditions = StopConditions(BY_REWARDS, limits, FILTERS["zero_variance"](), 1, 1)
+    conditions = StopConditions(BY_REWARDS, limits, FILTERS["zero_variance"](), 1)
     for number in range(12):
         assert conditions.of_refill(0) is None
         conditions.rejected(make_group(number, [0.0] * 4), "zero variance", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from winnow.learner.off_policy import log_ratios
 from winnow.record.ledger import Ledger
 from winnow.reuse import Reuse, _ess
 from winnow.run.build_methods import build_collector
+from winnow.types import Fate, Group
 
 from .. import parity
 from ..builders.runs import assert_clean, fingerprint, metrics_of
@@ -137,7 +138,7 @@ def test_a_step_that_was_skipped_uses_nothing(tmp_path: Path) -> None:
     """Its groups are booked as filtered, so they may not come back as trained ones."""
     run = FakeRun(tmp_path / "l.sqlite", lambda visit, size: [0.0, 1.0], {"prompts_per_step": 4, "num_generations": 2})
     options = ReuseConfig(updates=2)
-    reuse = Reuse(options, 4, 0, run.methods.judge, lambda groups: [np.zeros(2) for _ in groups], lambda jobs: [])
+    reuse = Reuse(options, 4, 0, run.methods.judge, _unchanged, lambda jobs: [])
     prompts = {"train": run.prompts}
     collector = build_collector(run.config, run.methods, run.sampler, run.ledger, prompts, reuse=reuse)
     for step, updated in enumerate((0.0, 1.0)):
@@ -149,6 +150,30 @@ def test_a_step_that_was_skipped_uses_nothing(tmp_path: Path) -> None:
         run.sampler.version = step + 1
     batch = collector.collect(2)
     assert (len(batch.groups), len(batch.again)) == (2, 2)
+
+
+def test_failures_are_compared_with_the_new_groups_of_a_step(tmp_path: Path) -> None:
+    values = {"prompts_per_step": 16, "num_generations": 8}
+    run = FakeRun(tmp_path / "l.sqlite", lambda visit, size: [0.0, 1.0] * 4, values)
+    reuse = Reuse(ReuseConfig(updates=4), 16, 0, run.methods.judge, _unchanged, lambda jobs: [])
+    prompts = {"train": run.prompts}
+    collector = build_collector(run.config, run.methods, run.sampler, run.ledger, prompts, reuse=reuse)
+    collector.trained(0, collector.collect(0), {"updated": 1.0})
+    poll = run.sampler.poll
+
+    def mostly_failed() -> list[Group]:
+        groups = poll()
+        for rollout in (r for group in groups for r in group.rollouts[:5]):
+            rollout.reward, rollout.fate, rollout.reason = None, Fate.FAILED, "judge unreachable"
+        return groups
+
+    run.sampler.poll = mostly_failed  # type: ignore[method-assign]
+    assert len(collector.collect(1).again) == 12
+    assert "62% of the rollouts failed (max_failed_share=50%)" in str(collector.stop)
+
+
+def _unchanged(groups: Sequence[Group]) -> list[np.ndarray]:
+    return [np.zeros(len(group.rollouts)) for group in groups]
 
 
 def test_a_state_that_no_run_can_have_is_refused(tiny_config: dict[str, Any]) -> None:

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pydantic import Field
+
 from ..base.errors import ExpectedError
+from ..base.state import Count, State, Stateful
 from ..methods.filter import Filter
 from ..methods.group_kind import GroupJudge
 from ..types import LIMITS, Group, GroupKind, Visit
@@ -75,25 +78,30 @@ class Limits:
     """Groups that a refill rejects in a row before it may end the run."""
 
 
-class StopConditions:
+class StopCounts(State):
+    skipped_steps: Count
+    """Consecutive steps without a signal."""
+    solved_steps: Count
+    """The latest consecutive ones in which every group was solved."""
+    unjudged_failures: dict[str, Count] = Field(default_factory=dict)  # earlier versions did not save them
+    unjudged_rollouts: Count = 0
+    """Failed rollouts by cause, and all rollouts, of the latest steps that were too small to be judged."""
+
+
+class StopConditions(Stateful):
     """Counts groups and steps without a signal. Each `of_...` returns the error that stops the run, or None.
 
     `refill_round`: groups in one round of a refilling filter.
     """
 
-    def __init__(
-        self, judge: GroupJudge, limits: Limits, filter_: Filter, refill_round: int, prompts_per_step: int
-    ) -> None:
-        self._judge, self._limits, self._filter = judge, limits, filter_
-        self._refill_round, self._prompts_per_step = refill_round, prompts_per_step
-        self._failed: Counter[str] = Counter()
-        self._finished = 0
-        """Failed rollouts by cause, and all rollouts, of the latest steps that were too small to be judged."""
+    state_model = StopCounts
+
+    def __init__(self, judge: GroupJudge, limits: Limits, filter_: Filter, refill_round: int) -> None:
+        self._judge, self._limits, self._filter, self._refill_round = judge, limits, filter_, refill_round
+        self.skipped_steps = self.solved_steps = 0
+        self.unjudged_failures: dict[str, int] = {}
+        self.unjudged_rollouts = 0
         self.forget_rejected()
-        self.skipped_steps = 0
-        """Consecutive steps without a signal."""
-        self.solved_steps = 0
-        """The latest consecutive ones in which every group was solved."""
 
     def forget_rejected(self) -> None:
         """Forget what a refill has rejected, as after a group that was accepted."""
@@ -135,17 +143,20 @@ class StopConditions:
             f"{'; '.join(self._rejected[-5:])}. {remedy}"
         )
 
-    def of_failures(self, step: int, tally: Tally) -> RunStoppedError | None:
-        """Stop on too large a share of failed rollouts, in this step and those before it that were too small."""
-        if not (tally.failed.counts or self._failed):
+    def of_failures(self, step: int, tally: Tally, wanted: int) -> RunStoppedError | None:
+        """Stop on too large a share of failed rollouts, in this step and those before it that were too small.
+
+        `wanted`: new groups of the step."""
+        if not (tally.failed.counts or self.unjudged_failures):
             return None
-        failed, finished, enough = self._failures(tally)
+        failed, finished, enough = self._failures(tally, wanted)
         faults = [(cause, n) for cause, n in failed.most_common() if cause not in self._limits.no_fault]
         size = tally.rollouts / tally.groups
-        planned = max(finished, self._finished + size * self._prompts_per_step)  # those in flight may well succeed
+        planned = max(finished, self.unjudged_rollouts + size * wanted)  # those in flight may well succeed
         share = sum(n for _, n in faults) / planned
         if not enough or share <= self._limits.max_failed_share:
             return None
+        self.unjudged_failures, self.unjudged_rollouts = {}, 0  # or they would stop a resume once more
         cause, count = faults[0]
         so_far = f", {sum(n for _, n in faults)} of the {finished} that have finished" if finished < planned else ""
         return RunStoppedError(
@@ -153,24 +164,25 @@ class StopConditions:
             f"{self._limits.max_failed_share:.0%}); most often ({count}x): {cause}"
         )
 
-    def _failures(self, tally: Tally) -> tuple[Counter[str], int, bool]:
+    def _failures(self, tally: Tally, wanted: int) -> tuple[Counter[str], int, bool]:
         """Return failed rollouts by cause and the number of all, since the last step that could be judged, and whether
         they can be judged now. One group alone, as in a step of one prompt, says nothing."""
-        failed = self._failed + Counter(dict(tally.failed.most_common()))
-        finished, several = self._finished + tally.rollouts, tally.groups > 1 or self._finished > 0
-        whole = 1 < self._prompts_per_step <= tally.groups  # a second group of a step of one is a refill
+        failed = Counter(self.unjudged_failures) + Counter(dict(tally.failed.most_common()))
+        finished = self.unjudged_rollouts + tally.rollouts
+        several = tally.groups > 1 or self.unjudged_rollouts > 0
+        whole = 1 < wanted <= tally.groups  # a second group of a step of one is a refill
         many = finished >= MIN_FAILURES_JUDGED or whole
         return failed, finished, several and many
 
     def of_step(
-        self, step: int, groups: Sequence[Group], update: Mapping[str, float], tally: Tally
+        self, step: int, groups: Sequence[Group], update: Mapping[str, float], tally: Tally, wanted: int
     ) -> RunStoppedError | None:
         """Stop when prompts are all solved or all hopeless, so that more steps would only spend tokens.
 
         An update without any signal, by a KL or entropy term alone, counts as skipped.
         """
-        failed, finished, enough = self._failures(tally)
-        self._failed, self._finished = (Counter[str](), 0) if enough else (failed, finished)
+        failed, finished, enough = self._failures(tally, wanted)
+        self.unjudged_failures, self.unjudged_rollouts = ({}, 0) if enough else (dict(failed), finished)
         if not groups and not tally.groups:
             return None  # its places were taken by groups that an earlier step has counted
         signal = self._limits.teacher or any(self._judge.teaches(g) for g in groups)

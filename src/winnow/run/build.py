@@ -48,7 +48,8 @@ from .preflight import (
 from .resolved import Resolved
 
 FROZEN = "frozen.json"
-"""Of a checkpoint: names of the parameters that a run of all weights does not train. Absent where it trains all."""
+"""Of a checkpoint: names of the parameters that a run of all weights does not train. Older ones lack it if it
+trains all."""
 
 
 @dataclass
@@ -73,8 +74,8 @@ class Parts:
     """Result of the last comparison of sampler and learner."""
     probed: list[Rollout] = field(default_factory=list)
     """Rollouts of comparisons that are not booked yet."""
-    frozen: list[str] = field(default_factory=list)
-    """Parameters that a run of all weights does not train."""
+    frozen: list[str] | None = None
+    """Parameters that a run of all weights does not train; None: it trains adapters."""
 
     @property
     def config(self) -> RunConfig:
@@ -123,7 +124,7 @@ class Parts:
         for part in (self.learner, self.sampler, self.methods):
             part.save(directory)
         self.tokenizer.save_pretrained(directory / "model")
-        if self.frozen:
+        if self.frozen is not None:
             write_json(directory / FROZEN, self.frozen)
 
     def export(self, directory: Path) -> None:
@@ -186,7 +187,7 @@ def build(
         sampler = r.options.sync.build(context)
         built.callback(sampler.close)
         parts = Parts(r, run_dir, task, engine, policy.tokenizer, rewarder, learner, m, sampler, policy.origin)
-        parts.frozen = _frozen(policy.model) if c.lora is None else []
+        parts.frozen = _frozen(policy.model) if c.lora is None else None
         if c.teacher is not None:
             parts.teacher = build_teacher(c.teacher, learner, policy, task, r.learner_context, c.longest)
         if engine is not None:
@@ -284,8 +285,8 @@ def _frozen(model: Any) -> list[str]:
 def _freeze_again(model: Any, saved: Path, given: Any) -> None:
     """Freeze the parameters that the run does not train, which saved weights do not show.
 
-    `saved`: the model of a checkpoint; older ones have no names. `given`: the object that a resume got, or None. Raises
-    ConfigError if it has others frozen than the run.
+    `saved`: the model of a checkpoint; older ones may have no names. `given`: the object that a resume got, or None.
+    Raises ConfigError if it has others frozen than the run.
     """
     file, own = saved.parent / FROZEN, None if given is None else _frozen(given)
     names = own or []

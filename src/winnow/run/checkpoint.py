@@ -1,7 +1,7 @@
 """Checkpoints: every stateful part in one atomic snapshot.
 
 A checkpoint is a directory `checkpoints/step-000042` with the trained weights (an ordinary Hugging Face or PEFT
-directory), the names of frozen parameters (if any), the optimizer, `state.json` (all other state, including the
+directory), the names of frozen parameters (without LoRA), the optimizer, `state.json` (all other state, including the
 ledger's mark) and `manifest.json` with a SHA-256 per file. It is written under a temporary name. Files and directory
 are fsynced before the rename and the parent after it, so a checkpoint is either complete or absent.
 """

@@ -216,7 +216,8 @@ class Trainer:
         """Write the current policy as a Hugging Face model directory, adapters merged.
 
         The run's folder has a config.json of its own, and the end of a run writes its `model/`. Without `output_dir`,
-        or with one of these, the model is therefore in `model-at-step-N/` while the run goes on, then in `model/`.
+        or with one of these or a folder in `model/`, the model is therefore in `model-at-step-N/` while the run goes
+        on, then in `model/`.
         """
         target, finished = Path(output_dir or self.run_dir), self.run_dir / "model"
         exported = self._ended and getattr(self.learner, "model", None) is None  # by ranks, which have ended
@@ -225,7 +226,8 @@ class Trainer:
                 f"save_model: the run ended without {finished}; take the model of a checkpoint "
                 f"({self.run_dir}/checkpoints/step-N/model), or end the run: Trainer.resume('{self.run_dir}').finish()"
             )
-        if target.resolve() == self.run_dir.resolve() or (target.resolve() == finished.resolve() and not self._ended):
+        inside = finished.resolve() in (target.resolve(), *target.resolve().parents)
+        if target.resolve() == self.run_dir.resolve() or (inside and not self._ended):
             target = finished if self._ended else self.run_dir / f"model-at-step-{self.state.global_step}"
             warnings.warn(f"save_model: the model is in {target}; the run's own files are in its folder", stacklevel=2)
         if exported:
