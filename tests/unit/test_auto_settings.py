@@ -375,6 +375,8 @@ def test_one_option_of_the_engine_changes_on_a_resume_and_the_others_stay(tmp_pa
         changed = resumed_config(tmp_path, changes_of(tmp_path, ["engine.slots=8"]))
         assert changed.engine == ({"name": saved} if isinstance(saved, str) else saved) | {"slots": 8}
         refuse_changes(tmp_path, values, changed)
+        with pytest.raises(ConfigError, match=r"engine: was .*, is .*'max_length': 64"):  # where rollouts end
+            refuse_changes(tmp_path, values, resumed_config(tmp_path, changes_of(tmp_path, ["engine.max_length=64"])))
 
 
 @pytest.mark.parametrize(
