@@ -15,6 +15,7 @@ import pytest
 import typer
 import yaml
 
+from winnow.base import machine
 from winnow.cli.main import app
 from winnow.run.preflight import does_not_fit
 
@@ -122,12 +123,16 @@ def test_dry_run_writes_nothing(recipe: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_with_samplers_says_what_they_need_and_what_does_not_fit(recipe: Path) -> None:
+def test_dry_run_with_samplers_says_what_they_need_and_what_does_not_fit(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    monkeypatch.setattr(machine, "LIMITS", tmp_path)
     planned = winnow("train", recipe, "--dry-run", "--json", "sync={name: processes, samplers: 3}", "max_lag=1")
     plan = json.loads(planned.stdout)
     assert (plan["samplers"]["count"], plan["samplers"]["cpus"]) == (3, 1)
     assert 500 <= plan["samplers"]["mib"] < 520
-    assert [node["node"] for node in plan["nodes"]] == ["this machine"]
+    assert [(node["node"], node["cpus"]) for node in plan["nodes"]] == [("this machine", 1)], "the container's cores"
     wanted = {
         "ranks": {"count": 2, "cpus": 2, "gpus": 0, "mib": 600},
         "samplers": {"count": 3, "cpus": 1, "gpus": 0, "mib": 500},

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import winnow.base.machine as processor_module
 from tests.pretend_cuda import PretendCuda
 from winnow.base.errors import ConfigError
-from winnow.base.machine import bfloat16_units, main_memory, processor, usable_threads
+from winnow.base.machine import bfloat16_units, main_memory, processor, usable_cores, usable_threads
 from winnow.config import RunConfig, validate
 from winnow.config.options import name_of
 from winnow.engine import LocalOptions, VllmOptions
@@ -118,6 +118,8 @@ def test_a_container_has_what_its_limits_leave(
     (tmp_path / "memory.max").write_text(f"{memory}\n")
     (tmp_path / "cpu.max").write_text(f"{cpu}\n")
     assert (main_memory(), usable_threads()) == (found or whole)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert (usable_cores(), usable_threads()) == ((found or whole)[1], 3)
 
 
 @pytest.mark.parametrize(
@@ -381,6 +383,8 @@ def test_one_option_of_the_engine_changes_on_a_resume_and_the_others_stay(tmp_pa
         changed = resumed_config(tmp_path, changes_of(tmp_path, ["engine.slots=8"]))
         assert changed.engine == ({"name": saved} if isinstance(saved, str) else saved) | {"slots": 8}
         refuse_changes(tmp_path, values, changed)
+        with pytest.raises(ConfigError, match=r"engine: was .*, is .*'max_length': 64"):  # where rollouts end
+            refuse_changes(tmp_path, values, resumed_config(tmp_path, changes_of(tmp_path, ["engine.max_length=64"])))
 
 
 @pytest.mark.parametrize(

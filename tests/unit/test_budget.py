@@ -123,6 +123,18 @@ def test_the_mask_of_prefix_trees_is_counted() -> None:
     assert held["mask of prefix trees"] == trees.mask(torch.bfloat16).nbytes
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_lanes_of_a_large_micro_batch_are_some_rows_wide(dtype: str) -> None:
+    c, shapes = config(tokens_per_microbatch=8192, dtype=dtype), Shapes.from_model(qwen3(), None)
+    limits = batch.PassLimits.for_model(8192, 10**9, share=True, device="cuda")
+    parts = batch.micro_batches(rows_of(2**15, prompt_tokens=64, siblings=8), limits, pad_id=0)
+    largest = max(part.trees.mask(getattr(torch, dtype)).nbytes for part in parts if part.trees is not None)
+    held = budget(c, shapes, 80 * GIB).phases()["update"]
+    assert largest <= held["mask of prefix trees"] < 8192**2
+    held = budget(c.model_copy(update={"torch_compile": True}), shapes, 80 * GIB).phases()["update"]
+    assert held["mask of prefix trees"] == 0, "a mask by blocks"
+
+
 @pytest.mark.parametrize("tokens", [1024, "auto"])
 def test_a_row_longer_than_a_micro_batch_is_counted(tmp_path: Path, tokens: Any) -> None:
     """It is one by itself, so smaller ones are no remedy."""

@@ -223,8 +223,9 @@ def test_what_a_resume_or_the_free_memory_changes_is_no_other_method(tmp_path: P
     a = make(tmp_path / "grpo-s0", [0.1, 0.2], seed=0, engine="vllm", run_name="grpo-s0")
     b = make(tmp_path / "grpo-s1", [0.1, 0.2], seed=1, engine=engine, save_steps=10, reward_timeout_s=60.0)
     c = make(tmp_path / "grpo-s2", [0.1, 0.2], seed=2, engine=engine | {"dtype": "bfloat16"})
-    found = compare([a, b, c])
-    assert {name: len(m.runs) for name, m in by_name(found).items()} == {"grpo": 2, "grpo (2)": 1}
+    d = make(tmp_path / "grpo-s3", [0.1, 0.2], seed=3, engine=engine | {"max_length": 64})  # where rollouts end
+    found = compare([a, b, c, d])
+    assert {name: len(m.runs) for name, m in by_name(found).items()} == {"grpo": 2, "grpo (2)": 1, "grpo (3)": 1}
     assert any("differ from grpo's in engine" in note for note in found.notes)
 
 

@@ -162,6 +162,9 @@ def test_a_doctor_names_remedies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PATH", str(tmp_path))
     found = {finding["what"]: finding for finding in doctor.examine()}
+    (tmp_path / "memory.max").write_text(f"{1 << 28}\n")
+    monkeypatch.setattr(install_module, "LIMITS", tmp_path)
+    assert next(doctor._room())[1] == "0.2 GiB available", "what the container leaves"
     for what, remedy in {
         "sandbox": "apt install bubblewrap",
         "memory": "need more",

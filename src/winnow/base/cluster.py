@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .machine import install
+from .machine import install, usable_cores
 
 HOLD_S = 30.0
 """Timeout for starting the process that holds a GPU."""
@@ -58,7 +58,7 @@ def join(key: str, address: str | None, cores: int = 1) -> None:
             raise ClusterError(
                 f"{key}: ray_address={given}: no answer ({error}); start the cluster, or correct the address"
             ) from None
-    own = {} if given else {"num_cpus": max(cores, os.cpu_count() or 1)}
+    own = {} if given else {"num_cpus": max(cores, usable_cores())}
     try:
         with _token(own=not given):
             # "local": otherwise Ray joins any cluster already running on this machine.

@@ -58,10 +58,15 @@ def bfloat16_units() -> list[str]:
 
 
 def usable_threads() -> int:
-    """Return OMP_NUM_THREADS if set, else the cores that this process may use, or its container's share; at least 1."""
+    """Return OMP_NUM_THREADS if set, else `usable_cores`."""
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if said.isdigit() and int(said):
         return int(said)
+    return usable_cores()
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use, or its container's share of them; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = _limit("cpu.max")  # microseconds of all cores in each period, and the period
     return max(1, min(cores, share[0] // share[1])) if share else cores

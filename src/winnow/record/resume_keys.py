@@ -22,8 +22,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
 processes, whose runs are not repeatable anyway; of `learner` where it runs; of `engine` what bounds its memory;
 `save_steps` and `eval_steps` not with `lag: continuous`. These, `tokens_per_microbatch`, `gradient_checkpointing`,
 `torch_compile` and `threads` change how sums are rounded."""
-MEMORY_OPTIONS = frozenset({"slots", "max_length", "gpu_memory_utilization", "sleep"})
-"""Options of `engine` that bound its memory."""
+MEMORY_OPTIONS = frozenset({"slots", "gpu_memory_utilization", "sleep"})
+"""Options of `engine` that bound its memory. `max_length` is not one of them: rollouts end there."""
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:

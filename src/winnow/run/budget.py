@@ -20,6 +20,7 @@ from ..config.options import LoraConfig
 from ..engine import LocalOptions, VllmOptions
 from ..engine.local.backend import PREFILL_TOKENS
 from ..engine.vllm.options import PREFILL_TOKENS as VLLM_TOKENS
+from ..learner.batch import LANE_WIDTHS
 from ..learner.local.learner import FILE_BYTES
 from ..learner.local.logprob import SLICE_ELEMENTS
 from ..learner.local.recompute import WORTH, is_gated
@@ -86,9 +87,8 @@ class Shapes:
         if half:
             kept += 2 * (2 * H + I)
         if not recomputed:
-            kept += (
-                (8 * H + 2 * I + 6 * self.qk_norm * rotated) if half else 4 * (4 * H + 2 * I + self.qk_norm * rotated)
-            )
+            normed = self.qk_norm * rotated
+            kept += 8 * H + 2 * I + 6 * normed if half else 4 * (4 * H + 2 * I + normed)
         if lora and half:
             kept += 2 * (3 * H + self.queries + I)
         return kept
@@ -180,11 +180,9 @@ class Budget:
     def phases(self) -> Phases:
         """Return the bytes held, by phase and part."""
         c, shapes, engine = self.config, self.shapes, self.engine
-        parts: Phases = {"update": {}, "generation": {}, "publish": {}}
+        resident = self._learner_parts() if self.learner else {}
+        parts: Phases = {phase: dict(resident) for phase in ("update", "generation", "publish")}
         if self.learner:
-            resident = self._learner_parts()
-            for phase in parts.values():
-                phase.update(resident)
             parts["update"] |= self._update_parts()
             if c.lora is not None and c.lora.merge:
                 parts["publish"]["merged weights"] = 4 * shapes.matrices // shapes.layers  # one layer at a time
@@ -211,12 +209,11 @@ class Budget:
         c, engine, budget = self.config, self.engine, self
         values: dict[str, Any] = {}
         if self.learner and c.gradient_checkpointing == "auto":
-            plain = replace(self, recomputed=False)
-            values["gradient_checkpointing"] = plain._left("update") < 0
+            values["gradient_checkpointing"] = replace(self, recomputed=False)._left("update") < 0
             budget = replace(budget, recomputed=values["gradient_checkpointing"])
         if self.learner and c.tokens_per_microbatch == "auto":
             empty = replace(budget, tokens=0)
-            each = empty._activations() + AT_MOST * (2 if c.dtype in HALF else 4)
+            each = empty._activations() + empty._mask_of_a_token(AT_MOST)
             tokens = max(0, empty._left("update")) // max(1, each)
             values["tokens_per_microbatch"] = max(AT_LEAST, min(AT_MOST, tokens))
             budget = replace(budget, tokens=values["tokens_per_microbatch"])
@@ -314,9 +311,15 @@ class Budget:
         elif c.dtype in HALF:
             parts["half-precision copies"] = 2 * (shapes.parameters - (shapes.matrices if self._half_base else 0))
         parts["activations"] = tokens * self._activations()
-        parts["mask of prefix trees"] = self._tokens**2 * (2 if c.dtype in HALF else 4)
+        parts["mask of prefix trees"] = self._tokens * self._mask_of_a_token(self._tokens)
         parts["head"] = 3 * 4 * min(SLICE_ELEMENTS["cuda"], tokens * shapes.vocab_size)
         return parts
+
+    def _mask_of_a_token(self, tokens: int) -> int:
+        """Return the bytes per token in a pass of so many. Lanes wider than assumed pay only for few tokens."""
+        c = self.config
+        width = 0 if c.torch_compile else min(tokens, LANE_WIDTHS[-1] * c.longest)  # compiled: a mask by blocks
+        return width * (2 if c.dtype in HALF else 4)
 
     def _activations(self) -> int:
         """Return the peak bytes per token in the backward pass: activations of all layers, and one's workspace."""
@@ -333,17 +336,15 @@ class Budget:
     def _generation_parts(self) -> dict[str, int]:
         c, shapes, each = self.config, self.shapes, engine_bytes(self.engine)
         slots = min(self.engine.slots, c.prompts_per_step * c.num_generations)
-        columns = -(-c.longest // 64) * 64
         tokens = -(-slots // max(1, c.num_generations)) * c.max_prompt_length
         attention = 4 * (2 * shapes.hidden + 6 * shapes.queries + 5 * shapes.keys)
         feed_forward = 8 * shapes.hidden + 3 * each * shapes.intermediate
-        keys = slots * columns * (shapes.kv_elements + 1) * each
+        keys = slots * 64 * -(-c.longest // 64) * (shapes.kv_elements + 1) * each
         filtered = (not c.top_k and (c.top_p < 1 or c.min_p > 0)) or (not c.eval_top_k and c.eval_top_p < 1)
         return {
             "keys and values": keys,
             **({"keys and values between turns": keys} if self.several_turns else {}),
-            # And once more what they begin with alike.
-            "prompts": (tokens + c.max_prompt_length) * shapes.kv_elements * each,
+            "prompts": (tokens + c.max_prompt_length) * shapes.kv_elements * each,  # and once what all begin with
             "prefill": min(tokens, PREFILL_TOKENS) * max(attention, feed_forward),
             "logits": slots * shapes.vocab_size * (each + (25 if filtered else 8)),  # and weights; filters sort and sum
         }
@@ -354,8 +355,7 @@ class Budget:
         c, shapes, parts = self.config, self.shapes, getattr(self.engine, "tensor_parallel_size", 1)
         each = weight_bytes(self.engine, shapes)
         keys = (sequences or c.num_generations) * c.longest * shapes.kv_elements * each
-        logits = 4 * 256 * shapes.vocab_size
-        work = 2 * logits + VLLM_TOKENS * 4 * (shapes.hidden + shapes.intermediate)
+        work = 2 * (4 * 256 * shapes.vocab_size) + VLLM_TOKENS * 4 * (shapes.hidden + shapes.intermediate)
         return (each * shapes.parameters + keys) // parts + work
 
     def _share_of_vllm(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 
 from ..base import cluster
 from ..base.errors import ConfigError
-from ..base.machine import MIB, main_memory
+from ..base.machine import MIB, main_memory, usable_cores
 from ..config import RunConfig, validate
 from ..config.options import new_groups
 from ..engine.base import Engine, Request
@@ -289,7 +288,7 @@ def placement(r: Resolved, sizes: Sizes, rollouts: int, *, sent: bool = True) ->
         if isinstance(r.options.sync, Ray) or "ranks" in places:
             places["nodes"] = nodes = _nodes()
         else:  # processes of this machine, which share its cores
-            here = {"node": "this machine", "cpus": os.cpu_count(), "gpus": 0.0, "mib": round(main_memory() / MIB)}
+            here = {"node": "this machine", "cpus": usable_cores(), "gpus": 0.0, "mib": round(main_memory() / MIB)}
             places["nodes"], nodes = [here], [here | {"cpus": math.inf}]
         places["does_not_fit"] = does_not_fit(places, nodes)
     return places

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from ..base import __version__, cluster
 from ..base.files import cache_dir
-from ..base.machine import GIB, MIB, PACKAGE, bfloat16_units, install, processor, usable_threads
+from ..base.machine import GIB, MIB, PACKAGE, bfloat16_units, install, main_memory, processor, usable_threads
 from ..env.workers.bubblewrap import SandboxError
 from ..env.workers.sandbox import Sandbox, SandboxOptions
 
@@ -48,7 +48,7 @@ def _software() -> Iterator[Finding]:
 
 def _processor() -> Iterator[Finding]:
     threads, cores = usable_threads(), os.cpu_count() or 1
-    remedy = "OMP_NUM_THREADS or the process's affinity limits it" if threads < cores else ""
+    remedy = "OMP_NUM_THREADS, the process's affinity or the container limits it" if threads < cores else ""
     yield "processor", processor(), ""
     yield "threads", f"{threads} of {cores} cores", remedy
     units = bfloat16_units()
@@ -72,8 +72,8 @@ def _processor() -> Iterator[Finding]:
 def _room() -> Iterator[Finding]:
     memory = _available_memory()
     if memory is not None:
-        little = "models from 100M parameters need more; close other programs" if memory < LITTLE_MEMORY else ""
-        yield "memory", f"{memory / GIB:.1f} GiB available", little
+        little = "models from 100M parameters need more; close other programs, or raise the container's limit"
+        yield "memory", f"{memory / GIB:.1f} GiB available", little if memory < LITTLE_MEMORY else ""
     for what, path in (("disk here", Path.cwd()), ("disk of the cache", cache_dir())):
         there = next(p for p in (path, *path.parents) if p.exists())
         free = shutil.disk_usage(there).free
@@ -84,12 +84,12 @@ def _room() -> Iterator[Finding]:
 
 
 def _available_memory() -> int | None:
-    """Return bytes; None without /proc/meminfo."""
+    """Return bytes, at most the limit of a container; None without /proc/meminfo."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
     lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
+    return min(int(lines["MemAvailable"].split()[0]) * 1024, main_memory())
 
 
 def _tools() -> Iterator[Finding]:
