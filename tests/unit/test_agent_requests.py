@@ -64,6 +64,12 @@ def test_equal_requests_have_answers_of_their_own_and_the_remedy_is_named_once(t
     assert all(r.action_mask.all() for r in rollouts)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_fails_no_request(tokenizer):
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), votes), [["a", "b", "c"]])
+    assert (rollout.reason, rollout.reward) == ("", 3.0)
+
+
 def asks_almost_the_same(base_url, prompt):
     """As a client does that numbers calls again, or a template that adds a line's end."""
     return float(

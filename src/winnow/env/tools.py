@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import json
 import sqlite3
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -30,7 +29,7 @@ from .private import private
 from .prompt_store import changed
 from .prompting import NextMessages
 from .tool_errors import ToolUnavailableError, is_unavailable
-from .workers.calls import Deadlines, noticing_signals, shared_calls
+from .workers.calls import Deadlines, noticing_signals, shared_calls, warn_from_thread
 from .workers.functions import describe_error, function_name
 
 Tool = Callable[..., Any]
@@ -119,7 +118,7 @@ def _calls_in(text: str, parse: Parser) -> list[Call]:
     except Exception as error:
         if is_unavailable(error):
             raise
-        warnings.warn(f"parse: {describe_error(error)}; a text that it cannot read has no tool calls", stacklevel=2)
+        warn_from_thread(f"parse: {describe_error(error)}; a text that it cannot read has no tool calls")
         return []
 
 
@@ -348,7 +347,7 @@ class ToolEnv:
                 raise ToolUnavailableError(f"tool {function_name(function)}: {error}; {NO_SIGNALS}") from error
             raise
         if attempts:
-            warnings.warn(f"tool {function_name(function)}: {NO_SIGNALS}", stacklevel=2)
+            warn_from_thread(f"tool {function_name(function)}: {NO_SIGNALS}")
         if inspect.isawaitable(result):
             result = self._deadlines.awaited(result)
         return result.result if isinstance(result, Future) else lambda: result

@@ -15,12 +15,12 @@ import select
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from ...env.workers.calls import warn_from_thread
 from ...types import Message
 from .messages import messages_of, wire
 from .settings import settings_of, without_effect
@@ -156,7 +156,7 @@ class Endpoint(ThreadingHTTPServer):
         """Warn once about each cause; `{}` in the text is where the new ones go."""
         if new := sorted(set(causes) - self._warned):
             self._warned.update(new)
-            warnings.warn(f"agent: {text.format(', '.join(new))}", stacklevel=2)
+            warn_from_thread(f"agent: {text.format(', '.join(new))}")
 
     def shared_address(self) -> str:
         """Return the environment variable with an address of this server, which all rollouts see; else empty text."""
