@@ -212,6 +212,17 @@ def test_an_agent_that_asks_elsewhere_is_told_where_to_ask(tokenizer, agent):
     assert f"agent {agent.__name__} " in rollout.reason
 
 
+@pytest.mark.parametrize(("excepted", "named"), [("localhost", True), ("10.0.0.1, 127.0.0.1", False)])
+def test_a_proxy_that_takes_the_requests_is_named(tokenizer, monkeypatch, excepted, named):
+    for name in ("no_proxy", *endpoint.PROXIES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", excepted)
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), asks_another_host), [["a"]])
+    assert ("base_url: HTTP_PROXY is set, so add 127.0.0.1 to NO_PROXY; else give" in rollout.reason) == named
+    assert "give that to its client (rollouts run at the same" in rollout.reason
+
+
 def test_an_agent_that_fails_after_it_asked_is_not_told_so(tokenizer):
     def agent(base_url, prompt):
         ask(base_url, prompt)
