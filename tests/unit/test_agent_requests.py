@@ -64,6 +64,12 @@ def test_equal_requests_have_answers_of_their_own_and_the_remedy_is_named_once(t
     assert all(r.action_mask.all() for r in rollouts)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_fails_no_request(tokenizer):
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), votes), [["a", "b", "c"]])
+    assert (rollout.reason, rollout.reward) == ("", 3.0)
+
+
 def asks_almost_the_same(base_url, prompt):
     """As a client does that numbers calls again, or a template that adds a line's end."""
     return float(
@@ -204,6 +210,17 @@ def test_an_agent_that_asks_elsewhere_is_told_where_to_ask(tokenizer, agent):
     assert rollout.fate == Fate.FAILED
     assert "; no request came to its base_url: give that to its client (rollouts run at the same" in rollout.reason
     assert f"agent {agent.__name__} " in rollout.reason
+
+
+@pytest.mark.parametrize(("excepted", "named"), [("localhost", True), ("10.0.0.1, 127.0.0.1", False)])
+def test_a_proxy_that_takes_the_requests_is_named(tokenizer, monkeypatch, excepted, named):
+    for name in ("no_proxy", *endpoint.PROXIES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", excepted)
+    (rollout,), _ = roll(tokenizer, with_agent(OneTurn(), asks_another_host), [["a"]])
+    assert ("base_url: HTTP_PROXY is set, so add 127.0.0.1 to NO_PROXY; else give" in rollout.reason) == named
+    assert "give that to its client (rollouts run at the same" in rollout.reason
 
 
 def test_an_agent_that_fails_after_it_asked_is_not_told_so(tokenizer):

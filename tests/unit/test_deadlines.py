@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from winnow.env.workers import calls
 
 
@@ -34,4 +36,14 @@ def test_a_loop_that_was_blocked_once_is_forgiven(monkeypatch) -> None:
         assert time.monotonic() < deadline, "the blocked loop's thread has not ended"
         time.sleep(0.05)
     assert not deadlines._blocked_loops
+    deadlines.close()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_ends_no_deadlines(monkeypatch) -> None:
+    monkeypatch.setattr(calls, "OVERLAP_S", 0.2)
+    deadlines = calls.Deadlines(1.0, overlapping=True)
+    assert deadlines.submit(lambda: time.sleep(0.5)).result(timeout=20) is None
+    with pytest.raises(TimeoutError, match="took over 1 s"):
+        deadlines.submit(lambda: time.sleep(8)).result(timeout=5)
     deadlines.close()

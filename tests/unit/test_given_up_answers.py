@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 import threading
 import time
 from urllib.parse import urlsplit
@@ -253,3 +255,19 @@ def test_what_a_client_has_read_counts_however_it_leaves(tokenizer):
     (rollout,) = Slow(tokenizer, [["1", "2", "3"]]).roll(agent)
     assert not any(turn.abandoned for turn in rollout.turns)
     assert rollout.reward == 1.0
+
+
+@pytest.mark.parametrize("quotes", [True, False])
+def test_an_answer_that_a_later_request_has_was_read_though_its_connection_was_reset(tokenizer, quotes):
+    def agent(base_url, prompt, slow):
+        slow.go_on.set()
+        reset = start_request(base_url, prompt)
+        reset.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        answer = json.loads(reset.getresponse().read())["choices"][0]["message"]
+        reset.close()
+        time.sleep(0.2)
+        return float(ask(base_url, [*prompt, answer if quotes else user("Hm."), user("Sure?")])["content"] == "yes")
+
+    (rollout,) = Slow(tokenizer, [["first", "yes"]]).roll(agent)
+    assert rollout.reward == 1.0
+    assert [turn.abandoned for turn in rollout.turns] == [not quotes, False]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -90,12 +94,70 @@ def test_a_text_that_a_parser_cannot_read_has_no_calls(text):
     assert "missing 1 required" in play(task, "add: a=1")[1][0].observation
 
 
-def test_a_parser_that_asks_somebody_who_is_away_is_not_the_policys_mistake():
-    def parse(text):
-        raise ConnectionError("no parser there")
+def nobody_there():
+    raise ConnectionError("no parser there")
 
-    with pytest.raises(ConnectionError, match="no parser there"):
-        play(with_tools(OneTurn(), [add], parse=parse), "text")
+
+def several():
+    raise ExceptionGroup("of a task group", [ValueError("x"), ConnectionError("no parser there")])
+
+
+@pytest.mark.parametrize("ask", [nobody_there, several])
+def test_a_parser_that_asks_somebody_who_is_away_is_not_the_policys_mistake(ask):
+    with pytest.raises((ConnectionError, ExceptionGroup)):
+        play(with_tools(OneTurn(), [add], parse=lambda text: ask()), "text")
+
+
+def hang_up(server):
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1)
+
+
+@pytest.mark.parametrize("service", ["refuses", "hangs up", "is silent"])
+def test_a_service_that_is_away_is_not_the_policys_mistake_in_a_client_that_hides_causes(service):
+    """httpx's errors, with which OpenAI's client fails, leave out those of the connection."""
+    openai = pytest.importorskip("openai")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        if service == "refuses":
+            server.close()
+        elif service == "hangs up":
+            threading.Thread(target=hang_up, args=(server,), daemon=True).start()
+
+        def models() -> str:
+            """Lists models."""
+            return str(openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=0.5).models.list())
+
+        with pytest.raises(openai.APIConnectionError):
+            play(with_tools(OneTurn(), [models]), call("models"))
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (OSError(errno.ENETUNREACH, "no network"), False),
+        (OSError(errno.EMFILE, "too many open files"), False),
+        (socket.gaierror(socket.EAI_AGAIN, "no name server"), False),
+        (ExceptionGroup("of a task group", [TimeoutError("slow")]), False),
+        (socket.gaierror(socket.EAI_NONAME, "no such host"), True),
+        (FileNotFoundError(errno.ENOENT, "no such file"), True),
+        (ExceptionGroup("of a task group", [ValueError("wrong")]), True),
+    ],
+)
+def test_errors_of_this_machine_are_not_the_policys_mistake(error, shown):
+    def look() -> str:
+        """Looks."""
+        raise error
+
+    task = with_tools(OneTurn(), [look])
+    if shown:
+        assert "error" in play(task, call("look"))[1][0].observation
+    else:
+        with pytest.raises(type(error)):
+            play(task, call("look"))
 
 
 def test_a_tool_may_change_its_arguments():

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import signal
 import threading
+import warnings
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -226,6 +227,8 @@ def test_tools_that_need_signals_are_not_blamed_on_the_model():
         play(task, call("timed"))
     with pytest.warns(UserWarning, match="tool guarded: it sets a signal handler"):
         play(task, call("guarded"))
+    with warnings.catch_warnings(action="error"):
+        assert play(task, call("guarded"))[1][0].observation.startswith("error: signal only works")
 
 
 def test_threads_end_with_the_task():

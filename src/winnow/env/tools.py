@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import json
 import sqlite3
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -29,10 +28,9 @@ from .base import EnvReport, OverlappingEnv, RewardFn, StepResult, Task
 from .private import private
 from .prompt_store import changed
 from .prompting import NextMessages
-from .workers.calls import Deadlines, noticing_signals, shared_calls
+from .tool_errors import ToolUnavailableError, is_unavailable
+from .workers.calls import Deadlines, noticing_signals, shared_calls, warn_from_thread
 from .workers.functions import describe_error, function_name
-from .workers.remote import EnvLostError
-from .workers.worker import WorkerError
 
 Tool = Callable[..., Any]
 Factory = Callable[[], Any]
@@ -41,29 +39,11 @@ Call = tuple[str, Any]
 Parser = Callable[[str], list[Call]]
 
 MAX_ITERATIONS = 16
-MOST_CAUSES = 32
-"""Errors behind an error that are looked at."""
 NO_SIGNALS = (
     "it sets a signal handler, which fails in the thread where tools run; remove its own timeout: "
     "with_tools(timeout_s=...) bounds the calls of a turn"
 )
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-
-
-class ToolUnavailableError(RuntimeError):
-    """A call failed for a reason that is not the model's. Raised by tools; the rollout fails."""
-
-
-NOT_THE_MODELS_FAULT = (ToolUnavailableError, EnvLostError, WorkerError, TimeoutError, ConnectionError, MemoryError)
-
-
-def _is_unavailable(error: BaseException | None) -> bool:
-    """Whether an error, or one behind it, is not the model's fault: HTTP clients wrap lost connections in their own."""
-    for _ in range(MOST_CAUSES):  # an error may be raised from itself
-        if error is None or isinstance(error, NOT_THE_MODELS_FAULT):
-            break
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return isinstance(error, NOT_THE_MODELS_FAULT)
 
 
 def parse_tool_calls(text: str) -> list[Call]:
@@ -135,10 +115,10 @@ def _calls_in(text: str, parse: Parser) -> list[Call]:
     """Return the calls that a parser finds; none where it breaks on the policy's text."""
     try:
         return [(str(name), {} if arguments is None else arguments) for name, arguments in parse(text) or ()]
-    except NOT_THE_MODELS_FAULT:
-        raise
     except Exception as error:
-        warnings.warn(f"parse: {describe_error(error)}; a text that it cannot read has no tool calls", stacklevel=2)
+        if is_unavailable(error):
+            raise
+        warn_from_thread(f"parse: {describe_error(error)}; a text that it cannot read has no tool calls")
         return []
 
 
@@ -367,7 +347,7 @@ class ToolEnv:
                 raise ToolUnavailableError(f"tool {function_name(function)}: {error}; {NO_SIGNALS}") from error
             raise
         if attempts:
-            warnings.warn(f"tool {function_name(function)}: {NO_SIGNALS}", stacklevel=2)
+            warn_from_thread(f"tool {function_name(function)}: {NO_SIGNALS}")
         if inspect.isawaitable(result):
             result = self._deadlines.awaited(result)
         return result.result if isinstance(result, Future) else lambda: result
@@ -379,7 +359,7 @@ class ToolEnv:
         except SystemExit as error:  # argparse refuses its arguments like this
             return str({"error": f"raised SystemExit: {error}"})
         except Exception as error:
-            if _is_unavailable(error):
+            if is_unavailable(error):
                 raise
             if isinstance(error, sqlite3.ProgrammingError) and "same thread" in str(error):
                 raise ToolUnavailableError(f"{error}; open it with check_same_thread=False") from error

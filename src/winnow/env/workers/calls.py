@@ -39,6 +39,12 @@ ASYNC_TIMEOUT_S = 600.0
 POLL_S = 0.05
 
 
+def warn_from_thread(text: str) -> None:
+    """Warn in a thread that others wait for: where warnings are errors, none may end it."""
+    with contextlib.suppress(UserWarning):
+        warnings.warn(text, stacklevel=3)
+
+
 class Owed:
     """A pending result. Only the first outcome counts: the waiting side may have given up or timed out."""
 
@@ -192,7 +198,7 @@ class Deadlines:
         patience = POLL_S if self._overtaken else OVERLAP_S
         if self._overlapping and self._lane.busy_since() < time.monotonic() - patience:
             if not self._overtaken:
-                warnings.warn(OVERLAPS, stacklevel=2)
+                warn_from_thread(OVERLAPS)
             self._overtaken.append(self._lane)
             self._next_lane()
         for call in self._owed:

@@ -60,11 +60,13 @@ class Request:
     """Connections that wait for the answer: several where a client repeats the request."""
     outlived: bool = False
     """Whether the agent returned without the answer."""
+    quoted: bool = False
+    """Whether a later request has the answer: it was read, though the connection was reset after it."""
 
     @property
     def abandoned(self) -> bool:
         """Whether nobody waits for the answer or has had it."""
-        return self.outlived or all(client.gone for client in self.clients)
+        return self.outlived or (not self.quoted and all(client.gone for client in self.clients))
 
     @cached_property
     def key(self) -> int:
@@ -194,7 +196,7 @@ class AgentEnv:
         added, continues = tuple(request.messages), None
         for number, earlier in reversed(list(enumerate(self._segments))):
             if (after := earlier.continued_by(request)) is not None:
-                added, continues = after, number
+                added, continues, earlier.quoted = after, number, True
                 break
         if continues is not None and continues == len(self._segments) - 1:
             self._segments.pop()

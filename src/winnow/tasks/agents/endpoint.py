@@ -15,12 +15,12 @@ import select
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from ...env.workers.calls import warn_from_thread
 from ...types import Message
 from .messages import messages_of, wire
 from .settings import settings_of, without_effect
@@ -35,6 +35,7 @@ MOST_FILES = 65_536
 STALLED_S = 30
 """Seconds without a byte after which a connection is closed."""
 SHARED = "rollouts run at the same time and share os.environ and global clients"
+PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 NO_ADDRESS = (
     "no such address: only /v1/chat/completions is served. If that is the route, its rollout has ended: "
     f"{SHARED}, so give each client its own base_url"
@@ -156,7 +157,7 @@ class Endpoint(ThreadingHTTPServer):
         """Warn once about each cause; `{}` in the text is where the new ones go."""
         if new := sorted(set(causes) - self._warned):
             self._warned.update(new)
-            warnings.warn(f"agent: {text.format(', '.join(new))}", stacklevel=2)
+            warn_from_thread(f"agent: {text.format(', '.join(new))}")
 
     def shared_address(self) -> str:
         """Return the environment variable with an address of this server, which all rollouts see; else empty text."""
@@ -170,9 +171,11 @@ class Endpoint(ThreadingHTTPServer):
             return ""
         if name := self.shared_address():
             return f"; {name} in os.environ is the address of one rollout, but {SHARED}: give base_url to its client"
+        proxy = _proxy()
+        by_proxy = f"{proxy} is set, so add 127.0.0.1 to NO_PROXY; else " if proxy else ""
         return (
-            f"; no request came to its base_url: give that to its client ({SHARED}; the address is of this machine, "
-            "not of a container or another host)"
+            f"; no request came to its base_url: {by_proxy}give that to its client ({SHARED}; the address is of this "
+            "machine, not of a container or another host)"
         )
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -275,6 +278,14 @@ class _Request(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the console is the user's."""
+
+
+def _proxy() -> str:
+    """Return the environment variable that sends requests for this machine to a proxy; else empty text."""
+    excepted = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    if {"127.0.0.1", "*"} & set(excepted.replace(",", " ").split()):
+        return ""
+    return next((name for name in PROXIES if os.environ.get(name)), "")
 
 
 def _secret(base_url: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Awaitable
 from concurrent.futures import Future
 from typing import Any
 
-from ...env.workers.calls import loop_in_thread
+from ...env.workers.calls import loop_in_thread, warn_from_thread
 from ...env.workers.functions import resolved
 
 BLOCKED_S = 1.0
@@ -83,8 +82,7 @@ class AgentLoop:
         with self._lock:
             first, self._blocked = not self._blocked, True
         if first:
-            warnings.warn(
+            warn_from_thread(
                 f"{self._label} is async but blocks its event loop (a synchronous client, time.sleep?), so each of its "
-                "rollouts gets a loop of its own from now on; use an async client (AsyncOpenAI), or a plain function",
-                stacklevel=2,
+                "rollouts gets a loop of its own from now on; use an async client (AsyncOpenAI), or a plain function"
             )
