@@ -1,9 +1,10 @@
 """The user's own code behind a run: digests of source files, so that a resume can name those that have changed.
 
 A run starts from functions, classes and objects, given or named in its configuration. Their files count, and so do the
-files that these import, at any depth and also inside functions. Files of Python, of installed packages and of Winnow do
-not. What has no file of its own counts by its byte code: functions of a notebook or of the script that is run, with the
-functions, classes and capitalised constants that they name.
+files that these import, at any depth and also inside functions, or name in a constant (`"file.py:name"`, as
+`EnvPool.make` takes it). Files of Python, of installed packages and of Winnow do not. What has no file of its own
+counts by its byte code: functions of a notebook or of the script that is run, with the functions, classes and
+capitalised constants that they name.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import dis
 import gc
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +28,7 @@ from ..base.files import digest, sha256
 
 _INSTALLED = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], str(Path(__file__).parent.parent))
 _NOT_OWN = tuple(os.path.join(os.path.realpath(path), "") for path in _INSTALLED)
+_TARGET = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 MAX_PARTS = 128
 """Largest number of parts of an object or container that are looked at: a longer one holds data."""
 
@@ -102,9 +105,11 @@ class _Code:
         used = {name: function.__globals__[name] for name in names if name in function.__globals__}
         constants = {name: value for name, value in _constants(used).items() if name.isupper()}
         self.digests[function.__qualname__] = digest([[_byte_code(code) for code in codes], constants])
-        for step in (step for code in codes for step in dis.get_instructions(code)):
-            if step.opname == "IMPORT_NAME":
-                self._add_import(step.argval, Path.cwd())
+        for code in codes:
+            self._add_targets(code.co_consts)
+            for step in dis.get_instructions(code):
+                if step.opname == "IMPORT_NAME":
+                    self._add_import(step.argval, Path.cwd())
         return [*used.values(), function.__defaults__]
 
     def _add_named(self, target: str) -> None:
@@ -117,6 +122,12 @@ class _Code:
             self._add_file(file, file.parent)
         else:
             self._add_import(source, Path.cwd())
+
+    def _add_targets(self, constants: Iterable[Any]) -> None:
+        """Add the files that constants name."""
+        for constant in constants:
+            if isinstance(constant, str) and _TARGET.fullmatch(constant):
+                self._add_named(constant)
 
     def _add_home(self, module: str) -> None:
         """Add the file of a loaded module, if it is the user's and not the script that is run."""
@@ -145,8 +156,10 @@ class _Code:
         name, content = os.path.relpath(file, root), sha256(file)
         self.digests[name] = content if name not in self.digests else digest([self.digests[name], content])
         with suppress(SyntaxError, ValueError, RecursionError):  # what imports it says so
-            for module in _imports(ast.parse(file.read_bytes()), Path(name).parts):
+            tree = ast.parse(file.read_bytes())
+            for module in _imports(tree, Path(name).parts):
                 self._add_import(module, root)
+            self._add_targets(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
 
 
 def _imports(tree: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
@@ -162,7 +175,7 @@ def _imports(tree: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
 def _is_own(path: Path) -> bool:
     """Return whether a file is the user's own."""
     installed = {"site-packages", "dist-packages"} & set(path.parts)
-    return path.suffix == ".py" and not installed and not str(path).startswith(_NOT_OWN) and path.is_file()
+    return path.suffix == ".py" and not installed and not str(path).startswith(_NOT_OWN) and os.path.isfile(path)
 
 
 def _file_of(module: str) -> Path | None:
