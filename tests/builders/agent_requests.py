@@ -49,9 +49,9 @@ class Slow(Scripted):
             assert self.go_on.wait(20)
         return super().step()
 
-    def group(self, agent):
+    def group(self, agent, **settings):
         """The group of one rollout of an agent, which gets the engine as `slow`."""
-        task = with_agent(OneTurn(), lambda base_url, prompt: agent(base_url, prompt, self))
+        task = with_agent(OneTurn(), lambda base_url, prompt: agent(base_url, prompt, self), **settings)
         rewarder = Rewarder(self.funcs)
         runner = RolloutRunner(self, task, self.tokenizer, rewarder, {"train": self.options()})
         runner.launch(Job(Visit(0, 0, task.train[0]), len(self.script)))
@@ -64,5 +64,5 @@ class Slow(Scripted):
     def options(self):
         return RolloutOptions(SamplingParams(400), 4_000, 0)
 
-    def roll(self, agent):
-        return self.group(agent).rollouts
+    def roll(self, agent, **settings):
+        return self.group(agent, **settings).rollouts

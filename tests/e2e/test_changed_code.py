@@ -239,6 +239,35 @@ def test_agents_tools_and_environments(tmp_path: Path, sources: Path, tiny_confi
     assert set(code_of(named.model_dump().values())) == files
 
 
+POOLED = """
+class Guess:
+    def __init__(self, pool):
+        self.pool = pool
+        self.page = "https://example.com:80", "late: no", "x" * 9000 + ".py:f"
+
+    def make_env(self, prompt):
+        return self.pool.make({target!r}, {{}})
+"""
+
+
+@pytest.mark.parametrize("form", ["file", "module", "script"])
+def test_environments_that_a_pool_makes_by_name(sources: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """The file is named by a constant alone, inside a function."""
+    monkeypatch.chdir(sources)
+    (sources / "unrelated.py").write_text(AGENTS)
+    named = "unrelated" if form == "module" else "unrelated.py"  # whole, it would count for this file, too
+    text = POOLED.format(target=f"{named}:Room")
+    (sources / "methods.py").write_text(text)
+    files = {"lib/__init__.py", "lib/deep.py", "lib/shared.py", "unrelated.py"}
+    if form != "script":
+        task = importlib.import_module("methods").Guess(None)
+        assert set(code_of([task])) == {"methods.py", *files}
+        return
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "<cell>", "exec"), names)
+    assert set(code_of([names["Guess"](None)])) == {"Guess.__init__", "Guess.make_env", *files}
+
+
 SCRIPT = """
 import sys
 from winnow import Trainer

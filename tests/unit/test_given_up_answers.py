@@ -190,6 +190,24 @@ def test_an_answer_after_the_agents_return_is_given_up(tokenizer, leaves):
     assert trained(tokenizer, rollout) == "first<e>"
 
 
+@pytest.mark.parametrize("most", [6, None])
+def test_a_limit_truncates_no_rollout_by_an_answer_that_nobody_waits_for(tokenizer, most):
+    """As where the first of several answers wins: the limit of an answer, or that of the rollout."""
+
+    def agent(base_url, prompt, slow):
+        slow.go_on.set()
+        first = ask(base_url, prompt)
+        slow.go_on.clear()
+        slow.working.clear()
+        threading.Timer(1.0, slow.go_on.set).start()
+        leaves_a_thread(base_url, [*prompt, first, user("Sure?")], slow)
+        return 0.5
+
+    (rollout,) = Slow(tokenizer, [["first", "x" * 500]]).roll(agent, max_turn_length=most)
+    assert [turn.stop_reason for turn in rollout.turns] == ["eos", "length"]
+    assert (rollout.reward, rollout.stop_reason, rollout.truncated) == (0.5, "env", False)
+
+
 def test_a_rollout_whose_every_answer_was_given_up_fails_with_the_cause(tokenizer):
     def agent(base_url, prompt, slow):
         closes(base_url, prompt, slow)

@@ -1,9 +1,10 @@
 """The user's own code behind a run: digests of source files, so that a resume can name those that have changed.
 
 A run starts from functions, classes and objects, given or named in its configuration. Their files count, and so do the
-files that these import, at any depth and also inside functions. Files of Python, of installed packages and of Winnow do
-not. What has no file of its own counts by its byte code: functions of a notebook or of the script that is run, with the
-functions, classes and capitalised constants that they name.
+files that these import, at any depth and also inside functions, or name in a constant (`"file.py:name"`, as
+`EnvPool.make` takes it). Files of Python, of installed packages and of Winnow do not. What has no file of its own
+counts by its byte code: functions of a notebook or of the script that is run, with the functions, classes and
+capitalised constants that they name.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import ast
 import dis
 import gc
 import os
+import re
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
@@ -23,9 +24,9 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.files import digest, sha256
+from ..base.user_files import is_own
 
-_INSTALLED = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], str(Path(__file__).parent.parent))
-_NOT_OWN = tuple(os.path.join(os.path.realpath(path), "") for path in _INSTALLED)
+_TARGET = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 MAX_PARTS = 128
 """Largest number of parts of an object or container that are looked at: a longer one holds data."""
 
@@ -102,9 +103,11 @@ class _Code:
         used = {name: function.__globals__[name] for name in names if name in function.__globals__}
         constants = {name: value for name, value in _constants(used).items() if name.isupper()}
         self.digests[function.__qualname__] = digest([[_byte_code(code) for code in codes], constants])
-        for step in (step for code in codes for step in dis.get_instructions(code)):
-            if step.opname == "IMPORT_NAME":
-                self._add_import(step.argval, Path.cwd())
+        for code in codes:
+            self._add_targets(code.co_consts)
+            for step in dis.get_instructions(code):
+                if step.opname == "IMPORT_NAME":
+                    self._add_import(step.argval, Path.cwd())
         return [*used.values(), function.__defaults__]
 
     def _add_named(self, target: str) -> None:
@@ -117,6 +120,12 @@ class _Code:
             self._add_file(file, file.parent)
         else:
             self._add_import(source, Path.cwd())
+
+    def _add_targets(self, constants: Iterable[Any]) -> None:
+        """Add the files that constants name."""
+        for constant in constants:
+            if isinstance(constant, str) and _TARGET.fullmatch(constant):
+                self._add_named(constant)
 
     def _add_home(self, module: str) -> None:
         """Add the file of a loaded module, if it is the user's and not the script that is run."""
@@ -132,21 +141,23 @@ class _Code:
                 return
             if spec.origin is not None:  # else a package without __init__.py
                 file = Path(spec.origin).resolve()
-                if not _is_own(file):
+                if not is_own(file):
                     return
                 self._add_file(file, file.parents[depth + (file.name == "__init__.py")])
             search = list(spec.submodule_search_locations or ())
 
     def _add_file(self, file: Path, root: Path) -> None:
         """Add a file and what it imports. `root`: where it is imported from."""
-        if file in self._files or not _is_own(file):
+        if file in self._files or not is_own(file):
             return
         self._files.add(file)
         name, content = os.path.relpath(file, root), sha256(file)
         self.digests[name] = content if name not in self.digests else digest([self.digests[name], content])
         with suppress(SyntaxError, ValueError, RecursionError):  # what imports it says so
-            for module in _imports(ast.parse(file.read_bytes()), Path(name).parts):
+            tree = ast.parse(file.read_bytes())
+            for module in _imports(tree, Path(name).parts):
                 self._add_import(module, root)
+            self._add_targets(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
 
 
 def _imports(tree: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
@@ -159,17 +170,11 @@ def _imports(tree: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
             yield from (".".join(filter(None, (*package, node.module, alias.name))) for alias in node.names)
 
 
-def _is_own(path: Path) -> bool:
-    """Return whether a file is the user's own."""
-    installed = {"site-packages", "dist-packages"} & set(path.parts)
-    return path.suffix == ".py" and not installed and not str(path).startswith(_NOT_OWN) and path.is_file()
-
-
 def _file_of(module: str) -> Path | None:
     """Return the file of a loaded module of the user's; None for others, and for the script that is run."""
     file = None if module == "__main__" else getattr(sys.modules.get(module), "__file__", None)
     path = None if file is None else Path(file).resolve()
-    return path if path is not None and _is_own(path) else None
+    return path if path is not None and is_own(path) else None
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

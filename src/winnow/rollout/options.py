@@ -98,6 +98,14 @@ def turn_length_of(task: Task) -> int | None:
     return length
 
 
+def used_up(sibling: Sibling, options: RolloutOptions) -> str:
+    """Return the stop reason if the tokens of the rollout or of its current segment are used up, else empty."""
+    if sibling.length >= options.params.max_tokens:
+        return "length"
+    full = options.context_length is not None and sibling.context_length >= options.context_length
+    return "context" if full else ""
+
+
 AskedTurn = tuple[Sibling, tuple[str, ...], bool]
 """A sibling that begins a turn, its stop strings, and whether the engine keeps its keys and values for another one."""
 

@@ -26,7 +26,7 @@ from .answers import OVERLAP, PATIENCE_S, Answers, Awaited, described, require_f
 from .gate_rules import ActiveRules
 from .history import PromptTokens, append_or_restart, begin
 from .in_flight import OF_ENVIRONMENTS, Flight, Sibling, siblings_of
-from .options import RolloutOptions, check_drafts, turn_length_of, turn_requests, within
+from .options import RolloutOptions, check_drafts, turn_length_of, turn_requests, used_up, within
 
 
 class RolloutRunner:
@@ -199,11 +199,11 @@ class RolloutRunner:
             sibling.sampled(f)
             sibling.rollout.turns.append(turn)
             sibling.rollout.last_hidden = f.hidden
-            limit = self._limit(flight, sibling) if f.stop_reason == "length" else ""
+            limit = self._cut_by(flight, sibling, turn)
             if sibling.env is None:
                 turn.taken = True
-                sibling.finish(limit or ("turn_length" if f.stop_reason == "length" else f.stop_reason))
-            elif limit:
+                sibling.finish(limit or f.stop_reason)
+            elif limit not in ("", "turn_length"):
                 self._use_up(flight, sibling, limit)  # the action may be incomplete
             else:
                 self._step_env(flight, sibling, turn)
@@ -215,13 +215,12 @@ class RolloutRunner:
         flight = self._flights[purpose, number]
         return flight, flight.siblings[sibling - flight.job.first]
 
-    def _limit(self, flight: Flight, sibling: Sibling) -> str:
-        """Return the stop reason if the tokens of the rollout or of its current segment are used up, else empty."""
-        o = self.options[flight.job.purpose]
-        if sibling.length >= o.params.max_tokens:
-            return "length"
-        full = o.context_length is not None and sibling.context_length >= o.context_length
-        return "context" if full else ""
+    def _cut_by(self, flight: Flight, sibling: Sibling, turn: Turn) -> str:
+        """Return the stop reason if a limit cut the last turn, else empty; one that was given up, nobody misses."""
+        if turn.stop_reason != "length" or len(sibling.rollout.turns) - 1 in sibling.report.abandoned:
+            return ""
+        at_limit = sibling.env is None or turn.stop - turn.start == self._turn_length
+        return used_up(sibling, self.options[flight.job.purpose]) or ("turn_length" if at_limit else "")
 
     def _is_later(self, flight: Flight, sibling: Sibling, answer: Any, *, limit: str = "") -> bool:
         """Return whether an environment's answer is still to come; it is then taken when it is due."""
@@ -307,8 +306,7 @@ class RolloutRunner:
                 return
         turn.taken = True
         if result.done:
-            at_limit = turn.stop_reason == "length" and turn.stop - turn.start == self._turn_length
-            self._end_episode(flight, sibling, "turn_length" if at_limit else "env")
+            self._end_episode(flight, sibling, self._cut_by(flight, sibling, turn) or "env")
             return
         if len(sibling.rollout.turns) >= self.task.max_turns:
             self._use_up(flight, sibling, "turns", rewarded=result.reward is not None)
@@ -317,7 +315,7 @@ class RolloutRunner:
         observation = "" if result.observation is None else result.observation  # an empty one may have a role
         append_or_restart(self.tokenizer, flight.visit.prompt, sibling, observation, template=o.history == "template")
         over = o.max_segments is not None and len(sibling.rollout.later_segments) >= o.max_segments
-        if limit := "segments" if over else self._limit(flight, sibling):
+        if limit := "segments" if over else used_up(sibling, o):
             sibling.withdraw(before)
             self._use_up(flight, sibling, limit, rewarded=result.reward is not None)
             return
