@@ -51,9 +51,14 @@ FUNCTIONS = {"format": "format", "correct": "correct"}
 
 
 def success_of(
-    given: Any, functions: dict[str, str] = FUNCTIONS, weights: list[float] | None = None, env: object = None
+    given: Any,
+    functions: dict[str, str] = FUNCTIONS,
+    weights: list[float] | None = None,
+    env: object = None,
+    *,
+    gives_reward: bool = True,
 ) -> Success:
-    task: Any = SimpleNamespace(train=PROMPTS, make_env=lambda prompt: env)
+    task: Any = SimpleNamespace(train=PROMPTS, make_env=lambda prompt: env, needs_reward_funcs=not gives_reward)
     return build_success(validate({"model": "m", "env": "countdown", "success": given}), task, functions, weights)
 
 
@@ -134,8 +139,9 @@ def test_functions_by_the_name_that_they_were_given_by() -> None:
     assert success_of("my_rewards.py:correct", functions).function == "correct"
     for name in ("env", "env/solver"):
         assert success_of(name, {}, env=object()).function == name
-        with pytest.raises(ConfigError, match=f"'{name}' is the reward of an environment, and this task has none; "):
-            success_of(name, functions)
+        for env, gives_reward in ((None, True), (object(), False)):
+            with pytest.raises(ConfigError, match=f"'{name}' is the reward of an environment, and this task has none "):
+                success_of(name, functions, env=env, gives_reward=gives_reward)
     with pytest.raises(ConfigError, match=r"success: function: unknown reward function 'corect'.*correct"):
         success_of("corect")
 

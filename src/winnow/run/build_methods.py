@@ -78,10 +78,10 @@ def build_success(c: RunConfig, task: Task, functions: Mapping[str, str], weight
     if decides != "env" and not decides.startswith(AGENT):
         known = ["env", *functions]
         raise ConfigError(f"success: function: unknown reward function '{decides}'.{suggestion(decides, known)}")
-    if task.make_env((task.train or task.test)[0]) is None:
+    if getattr(task, "needs_reward_funcs", False) or task.make_env((task.train or task.test)[0]) is None:
         raise ConfigError(
-            f"success: function: '{decides}' is the reward of an environment, and this task has none; name one of "
-            f"reward_funcs: {', '.join(names)}"
+            f"success: function: '{decides}' is the reward of an environment, and this task has none for some or "
+            f"all prompts; name one of reward_funcs: {', '.join(names)}"
         )
     return Success(decides, c.success.at_least)
 
