@@ -6,7 +6,10 @@ import json
 
 from tokenizers import AddedToken
 
+from winnow.env.prompting import encode_observation
 from winnow.env.tools import parser_of, with_tools
+from winnow.record.samples import LAST_OBSERVATION, sample
+from winnow.rollout import history
 from winnow.sampler.codec import group_from, group_state
 from winnow.types import Fate, Group, Visit
 
@@ -45,6 +48,36 @@ def test_an_empty_result_is_one_of_its_tool(tokenizer):
 
     _, seen = roll(tokenizer, with_tools(OneTurn(), [write]), [[call("write", text="x"), "done"]], [lambda **_: [1.0]])
     assert seen[-1].endswith("\n<s>tool write\n<e>\n<s>assistant\n")
+
+
+def test_a_result_far_beyond_the_room_is_not_encoded_whole(tokenizer, monkeypatch):
+    """A chat template that shows a part of it decides whether it fits, as ever."""
+
+    def read() -> str:
+        """Reads a file."""
+        return "word " * 100_000
+
+    encoded = []
+
+    def spy(tokenizer, prompt, observation, sampled):
+        encoded.append(len(observation))
+        return encode_observation(tokenizer, prompt, observation, sampled)
+
+    monkeypatch.setattr(history, "encode_observation", spy)
+    script, judges = [[call("read"), "done"]], [lambda **_: [1.0]]
+    (rollout,), _ = roll(tokenizer, with_tools(OneTurn(), [read]), script, judges)
+    assert encoded == [history.LONG_TEXT]
+    assert (rollout.stop_reason, rollout.reward, len(rollout.turns)) == ("length", 1.0, 1)
+    assert rollout.action_mask.all()
+    line = sample(1, Group(Visit(0, 0, OneTurn().train[0]), [rollout]), "train")
+    assert line["completion"].endswith("word …")
+    assert len(line["completion"]) == len(rollout.text) - 500_000 + LAST_OBSERVATION + 1
+
+    short = make_tokenizer()
+    short.chat_template = short.chat_template.replace("m.content }}<e>", "m.content[:40] }}<e>", 1)
+    (rollout,), seen = roll(short, with_tools(OneTurn(), [read]), script, judges)
+    assert (rollout.stop_reason, len(rollout.turns)) == ("env", 2)
+    assert "word word" in seen[-1]
 
 
 def test_a_rollout_that_is_truncated_gets_the_reward_of_its_environment_too(tokenizer):

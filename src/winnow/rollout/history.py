@@ -21,6 +21,10 @@ from .options import RolloutOptions
 MOST_TEXTS = 10_000
 """Text prompts whose tokens are kept; later ones are encoded at every visit."""
 
+LONG_TEXT, CHARS_PER_TOKEN = 65_536, 16
+"""Characters of an observation, and of a token of its room, beyond which its beginning is encoded first: seconds for
+each megabyte."""
+
 
 class PromptTokens:
     """Tokens of first prompts. A text without an observation is encoded once in a run."""
@@ -64,10 +68,13 @@ def begin(sibling: Sibling, prompt: Prompt, observation: str | None) -> None:
         sibling.messages = messages
 
 
-def append_or_restart(tokenizer: Any, prompt: Prompt, sibling: Sibling, observation: str, *, template: bool) -> None:
+def append_or_restart(
+    tokenizer: Any, prompt: Prompt, sibling: Sibling, observation: str, *, template: bool, room: int
+) -> None:
     """Add an observation to the sibling: as tokens behind its last turn, or as the prompt of a new segment.
 
-    `template`: let the chat template render all messages. Raises PromptError when the template refuses them.
+    `template`: let the chat template render all messages. `room`: tokens that fit; of an observation far beyond them
+    only the beginning may be added, which is beyond them as well. Raises PromptError when the template refuses them.
     """
     request = observation if isinstance(observation, NextMessages) else NextMessages((), agent=sibling.current_agent)
     sibling.settings = request.settings
@@ -78,16 +85,33 @@ def append_or_restart(tokenizer: Any, prompt: Prompt, sibling: Sibling, observat
     elif template and sibling.messages is not None:
         following = _rendered(tokenizer, prompt, sibling, observation)
     else:
-        added = encode_observation(tokenizer, prompt, observation, sibling.last_sampled(request.continues))
+        sampled = sibling.last_sampled(request.continues)
         if request.continues == -1 and same_agent:
-            _append(sibling, added)
+            _append(sibling, _encoded(tokenizer, prompt, observation, sampled, room))
             return
+        added = encode_observation(tokenizer, prompt, observation, sampled)
         following = (*sibling.context(request.continues), *added)
     before = sibling.context()
     if template and same_agent and following[: len(before)] == before:
         _append(sibling, following[len(before) :])
     else:
         sibling.restart(following, request.agent)
+
+
+def _encoded(tokenizer: Any, prompt: Prompt, observation: str, sampled: np.ndarray, room: int) -> list[int]:
+    if len(observation) > (most := max(LONG_TEXT, CHARS_PER_TOKEN * room)):
+        ids = encode_observation(tokenizer, prompt, _beginning(observation, most), sampled)
+        if len(ids) > 2 * room:
+            return ids
+    return encode_observation(tokenizer, prompt, observation, sampled)
+
+
+def _beginning(observation: str, most: int) -> str:
+    """Return an observation with at most so many characters, of messages in each."""
+    if not isinstance(observation, NextMessages):
+        return observation[:most]
+    messages = [{**m, "content": m["content"] and m["content"][:most]} for m in observation.messages]
+    return NextMessages(messages, observation.tools)
 
 
 def _rendered(tokenizer: Any, prompt: Prompt, sibling: Sibling, observation: str) -> tuple[int, ...]:

@@ -106,6 +106,12 @@ def used_up(sibling: Sibling, options: RolloutOptions) -> str:
     return "context" if full else ""
 
 
+def room_of(sibling: Sibling, options: RolloutOptions) -> int:
+    """Return the number of tokens beyond which an observation exceeds both the rollout's and the context's limit."""
+    left = options.params.max_tokens - sibling.length
+    return left if options.context_length is None else max(left, options.context_length - sibling.context_length)
+
+
 AskedTurn = tuple[Sibling, tuple[str, ...], bool]
 """A sibling that begins a turn, its stop strings, and whether the engine keeps its keys and values for another one."""
 

@@ -26,7 +26,7 @@ from .answers import OVERLAP, PATIENCE_S, Answers, Awaited, described, require_f
 from .gate_rules import ActiveRules
 from .history import PromptTokens, append_or_restart, begin
 from .in_flight import OF_ENVIRONMENTS, Flight, Sibling, siblings_of
-from .options import RolloutOptions, check_drafts, turn_length_of, turn_requests, used_up, within
+from .options import RolloutOptions, check_drafts, room_of, turn_length_of, turn_requests, used_up, within
 
 
 class RolloutRunner:
@@ -313,7 +313,8 @@ class RolloutRunner:
             return
         before, o = sibling.length, self.options[flight.job.purpose]
         observation = "" if result.observation is None else result.observation  # an empty one may have a role
-        append_or_restart(self.tokenizer, flight.visit.prompt, sibling, observation, template=o.history == "template")
+        how = {"template": o.history == "template", "room": room_of(sibling, o)}
+        append_or_restart(self.tokenizer, flight.visit.prompt, sibling, observation, **how)
         over = o.max_segments is not None and len(sibling.rollout.later_segments) >= o.max_segments
         if limit := "segments" if over else used_up(sibling, o):
             sibling.withdraw(before)
