@@ -313,8 +313,8 @@ class RolloutRunner:
             return
         before, o = sibling.length, self.options[flight.job.purpose]
         observation = "" if result.observation is None else result.observation  # an empty one may have a role
-        how = {"template": o.history == "template", "room": room_of(sibling, o)}
-        append_or_restart(self.tokenizer, flight.visit.prompt, sibling, observation, **how)
+        template, room = o.history == "template", room_of(sibling, o)
+        append_or_restart(self.tokenizer, flight.visit.prompt, sibling, observation, template=template, room=room)
         over = o.max_segments is not None and len(sibling.rollout.later_segments) >= o.max_segments
         if limit := "segments" if over else used_up(sibling, o):
             sibling.withdraw(before)
