@@ -7,6 +7,7 @@ import json
 from tokenizers import AddedToken
 
 from winnow.env.tools import parser_of, with_tools
+from winnow.record.samples import LAST_OBSERVATION, sample
 from winnow.sampler.codec import group_from, group_state
 from winnow.types import Fate, Group, Visit
 
@@ -45,6 +46,18 @@ def test_an_empty_result_is_one_of_its_tool(tokenizer):
 
     _, seen = roll(tokenizer, with_tools(OneTurn(), [write]), [[call("write", text="x"), "done"]], [lambda **_: [1.0]])
     assert seen[-1].endswith("\n<s>tool write\n<e>\n<s>assistant\n")
+
+
+def test_samples_have_the_beginning_of_a_long_result(tokenizer):
+    def read() -> str:
+        """Reads a file."""
+        return "word " * 10_000
+
+    (rollout,), _ = roll(tokenizer, with_tools(OneTurn(), [read]), [[call("read"), "done"]], [lambda **_: [1.0]])
+    assert (rollout.stop_reason, len(rollout.turns)) == ("length", 1)
+    line = sample(1, Group(Visit(0, 0, OneTurn().train[0]), [rollout]), "train")
+    assert line["completion"].endswith("word …")
+    assert len(line["completion"]) == len(rollout.text) - 50_000 + LAST_OBSERVATION + 1
 
 
 def test_a_rollout_that_is_truncated_gets_the_reward_of_its_environment_too(tokenizer):

@@ -25,6 +25,8 @@ MAX_DECISIONS = 16
 """Gate decisions written for a rollout."""
 MAX_SEGMENTS, SEGMENT_TEXT = 16, 300
 """Segments after the first written for a rollout, and characters of the new part of each prompt."""
+LAST_OBSERVATION = 10_000
+"""Characters written of an observation that no turn follows."""
 UNFINISHED = "\ufffd"
 """A decoder's placeholder for an incomplete character."""
 
@@ -46,7 +48,7 @@ def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[s
         "epoch": group.visit.epoch,
         "sibling": r.sibling,
         "prompt": prompt.text if prompt.messages is None else plain(prompt.messages, str),
-        "completion": r.text,
+        "completion": _completion(r),
         "reward": r.reward,
         "rewards": r.rewards,
         **_extra(r),
@@ -70,6 +72,13 @@ def sample(step: int, group: Group, split: str, tokenizer: Any = None) -> dict[s
             for s in others
         ],
     }
+
+
+def _completion(r: Rollout) -> str:
+    """Return a rollout's text, with the beginning of its last observation, which may be any number of tokens."""
+    last = r.turns[-1].observation if r.turns else None
+    over = len(last or "") - LAST_OBSERVATION
+    return r.text if over <= 0 else r.text[:-over] + "…"
 
 
 def _extra(r: Rollout) -> dict[str, Any]:
