@@ -51,10 +51,9 @@ class FirstRead:
                 self._digests.setdefault(file, content)
             if self._digests.get(file, content) != content and file not in self._changed:
                 self._changed.add(file)
-                with suppress(UserWarning):  # where warnings are errors, none may end the thread of a worker
-                    warnings.warn(
-                        f"{file!r} has changed since the run began: a replaced {self._kind} has read it as it is now, "
-                        "and others go on with what they read before, so rewards may differ; restore it, or stop the "
-                        "run and resume it",
-                        stacklevel=2,
-                    )
+                warnings.warn(
+                    f"{file!r} has changed since the run began: a replaced {self._kind} has read it as it is now, and "
+                    "others go on with what they read before, so rewards may differ; restore it, or stop the run and "
+                    "resume it",
+                    stacklevel=2,
+                )
