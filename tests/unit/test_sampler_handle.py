@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -42,22 +41,6 @@ def test_work_goes_to_samplers_that_are_heard_of(sampler: SamplerPool) -> None:
     for number in range(3):
         sampler.launch(job(number))
     assert [len(member.flights) for member in (first, second)] == [0, 3]
-
-
-def test_a_replaced_sampler_that_reads_edited_code_is_named_once(sampler: SamplerPool) -> None:
-    for slot in (0, 1):
-        channel_of(sampler, slot).says({"built": True, "code": {"agent.py": "a"}})
-    sampler.poll()
-    for code in ({"agent.py": "b"}, {"agent.py": "c"}):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            channel_of(sampler, 0).says(None)
-            sampler.poll()
-            channel_of(sampler, 0).says({"built": True, "code": code})
-            sampler.poll()
-        named = [str(w.message) for w in caught if "agent.py" in str(w.message)]
-        assert len(named) == (code["agent.py"] == "b")
-        assert not named or "a replaced sampler has read it as it is now" in named[0]
 
 
 @pytest.fixture

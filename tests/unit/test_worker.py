@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 
 import psutil
 import pytest
@@ -216,29 +215,6 @@ def test_close_ends_everything_and_fails_what_waits(functions):
     assert not _running(pid)
     with pytest.raises(RuntimeError, match="closed"):
         pool.call(f"{functions}:add", {"a": 1})
-
-
-def test_a_replaced_process_that_reads_edited_code_is_named_once(tmp_path):
-    file, lib = tmp_path / "rew.py", tmp_path / "rew_lib.py"
-    lib.write_text("R = 1\n")
-    file.write_text("import os\ndef end():\n    os._exit(3)\ndef rew():\n    import rew_lib\n    return rew_lib.R\n")
-    pool = WorkerPool(1, timeout_s=20)
-    end = lambda: pool.call(f"{file}:end", {}).exception(60)  # noqa: E731
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        end(), pool.call(f"{file}:rew", {}).result(60), end()
-        assert pool.call(f"{file}:rew", {}).result(60) == 1
-        lib.write_text("R = 2\n\n")
-        assert pool.call(f"{file}:rew", {}).result(60) == 1
-    for expected in (1, 0):
-        end()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert pool.call(f"{file}:rew", {}).result(60) == 2
-        assert [str(w.message).partition(": ")[0] for w in caught] == expected * [
-            f"'{lib}' has changed since the run began"
-        ]
-    pool.close()
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import gc
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
@@ -24,8 +25,9 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.files import digest, sha256
-from ..base.user_files import is_own
 
+_INSTALLED = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], str(Path(__file__).parent.parent))
+_NOT_OWN = tuple(os.path.join(os.path.realpath(path), "") for path in _INSTALLED)
 _TARGET = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 MAX_PARTS = 128
 """Largest number of parts of an object or container that are looked at: a longer one holds data."""
@@ -141,14 +143,14 @@ class _Code:
                 return
             if spec.origin is not None:  # else a package without __init__.py
                 file = Path(spec.origin).resolve()
-                if not is_own(file):
+                if not _is_own(file):
                     return
                 self._add_file(file, file.parents[depth + (file.name == "__init__.py")])
             search = list(spec.submodule_search_locations or ())
 
     def _add_file(self, file: Path, root: Path) -> None:
         """Add a file and what it imports. `root`: where it is imported from."""
-        if file in self._files or not is_own(file):
+        if file in self._files or not _is_own(file):
             return
         self._files.add(file)
         name, content = os.path.relpath(file, root), sha256(file)
@@ -170,11 +172,17 @@ def _imports(tree: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
             yield from (".".join(filter(None, (*package, node.module, alias.name))) for alias in node.names)
 
 
+def _is_own(path: Path) -> bool:
+    """Return whether a file is the user's own."""
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    return path.suffix == ".py" and not installed and not str(path).startswith(_NOT_OWN) and os.path.isfile(path)
+
+
 def _file_of(module: str) -> Path | None:
     """Return the file of a loaded module of the user's; None for others, and for the script that is run."""
     file = None if module == "__main__" else getattr(sys.modules.get(module), "__file__", None)
     path = None if file is None else Path(file).resolve()
-    return path if path is not None and is_own(path) else None
+    return path if path is not None and _is_own(path) else None
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -27,7 +27,6 @@ from ..engine.initial_model import InitialModel
 from ..engine.loading import load_tokenizer, quiet_transformers
 from ..engine.template import with_template
 from ..methods.gate import RuleError, rule_from
-from ..record.user_code import code_of
 from ..rollout.runner import RolloutRunner
 from ..sampler.base import HEARTBEAT_S, busy
 from ..sampler.codec import group_state, job_from, prompts_of
@@ -78,7 +77,6 @@ class Server:
         self.runner = RolloutRunner(self.engine, self.task, tokenizer, self.rewarder, options)
         self.rule_types = rule_types(methods)
         self._reply, self._read = reply, read
-        self._code = code_of([*c.model_dump().values(), *self.rewarder.specs, self.task])
         self._reported, self._idle_s, self._tokens = time.monotonic(), 0.0, 0
         self.runner.waits = self._alive_if_due  # slow rewards are no stuck sampler
         for name, mine in fingerprints(self.task, tokenizer).items():
@@ -87,7 +85,7 @@ class Server:
 
     def serve(self, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
         """Serve until a `stop` message. The first weights are the newest once the engine is built."""
-        self._reply({"built": True, "code": self._code})
+        self._reply({"built": True})
         messages: list[dict[str, Any]] = []
         while not messages or not messages[-1].keys() & {"weights", "stop"}:
             self._alive()

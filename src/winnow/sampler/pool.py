@@ -8,7 +8,7 @@ Messages over a `Channel` are plain JSON values, except what a transport puts in
 
     learner -> sampler   {"start": {...}}, {"weights": ..., "version": v, "rules": [...]}, {"launch": job},
                          {"stop": true}
-    sampler -> learner   {"placed": where}, {"built": true, "code": digests}, {"loaded": v, "dtype", "logged": {...}},
+    sampler -> learner   {"placed": where}, {"built": true}, {"loaded": v, "dtype": ..., "logged": {...}},
                          {"group": ...}, {"refused": why}, {"stopped": groups}; at least every second {"busy": true},
                          or {"alive": {seconds, idle_s, tokens}, "spent": {...}, "memory": {...}} since the last one
 
@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from ..base.user_files import FirstRead
 from ..base.weights import HalvedWeights, WeightSource, transfer_s
 from ..env.workers.worker import START_TIMEOUT_S
 from ..methods.gate import NamedRule, rule_state
@@ -89,7 +88,6 @@ class SamplerPool(Sampler):
         self._pending = 0
         """Training groups launched and not yet polled; counted here, not at each poll."""
         self._logged: dict[str, list[float]] = {}
-        self._code = FirstRead("sampler")
         self._reset()
 
     def _reset(self) -> None:
@@ -224,7 +222,6 @@ class SamplerPool(Sampler):
         if "placed" in content:
             self._begin(member, content["placed"])
         elif "built" in content:
-            self._code.compare(content.get("code", {}))
             member.stage, member.version = Stage.BUILT, self._transport.version
             member.channel.send(self._weights_message())
         elif "loaded" in content:

@@ -12,7 +12,6 @@ from typing import Any
 
 from ...base.files import json_default
 from ...base.forkserver import die_with, lines_with_parent
-from ...base.user_files import imported
 from .functions import MAX_REPLY, awaited, describe_error, load_function
 
 
@@ -32,27 +31,21 @@ def main() -> None:
 
 
 def _serve_one(request: dict[str, Any], reply: Callable[[str], None]) -> None:
-    call = request["call"]
-
-    def message(**values: Any) -> str:
-        return json.dumps({"id": request["id"], "read": imported(_seen), **values}, default=json_default)
-
+    serial, call = request["id"], request["call"]
     try:
         load_function(call["load"])
         function = load_function(call["target"])
-        reply(message(loaded=True))
+        reply(json.dumps({"id": serial, "loaded": True}))
         result = awaited(function(**call["kwargs"]))
         sys.stdout.flush()
-        answer = message(result=result, unset=sorted(_unset))
+        answer = json.dumps({"id": serial, "result": result, "unset": sorted(_unset)}, default=json_default)
         if len(answer) > MAX_REPLY:
             raise ValueError(f"the result has {len(answer):,} bytes as JSON, over {MAX_REPLY:,}")
     except BaseException as error:
-        answer = message(error=describe_error(error))
+        answer = json.dumps({"id": serial, "error": describe_error(error)})
     reply(answer)
 
 
-_seen: set[str] = set()
-"""Modules whose files the parent knows."""
 _unset: set[str] = set()
 """Environment variables that look like keys or addresses, and that were read here without being set."""
 _SOUGHT = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|URL|ENDPOINT|API")

@@ -7,7 +7,6 @@ sizes are capped, and the parent kills the worker's process group at the deadlin
     parent -> worker   {"id": 7, "call": {"load": "module:function", "target": "module:function", "kwargs": {...}}}
     worker -> parent   {"id": 7, "loaded": true}            both are imported; the deadline of the call starts now
                        {"id": 7, "result": ..., "unset": ["A_KEY"]} or {"id": 7, "error": "ValueError: ..."}
-                       each with "read": {path: digest} of the user's files imported since the last one
 
 A worker sees a small environment without secrets. The tail of its prints is quoted when it crashes. It ends with its
 parent: at the end of its input, and on Linux by a signal of the kernel even when it is stuck in C code.
@@ -31,7 +30,6 @@ from typing import Any, Literal
 
 from ...base.child import Child, GroupProcess
 from ...base.files import json_default
-from ...base.user_files import FirstRead
 from .bwrap_worker import Cage
 from .calls import Owed
 from .functions import MAX_REPLY
@@ -83,7 +81,6 @@ class WorkerPool:
         """What each function printed in its latest call."""
         self.unset: dict[str, list[str]] = {}
         """Environment variables that look like keys or addresses, and that each function's process missed."""
-        self._read = FirstRead("worker process")
         _open_pools.add(self)
 
     def call(self, target: str, kwargs: Mapping[str, Any], *, called: str = "") -> Future[Any]:
@@ -119,7 +116,7 @@ class WorkerPool:
 
     def _start_thread(self) -> None:
         slot = len(self._workers)
-        worker = _Worker(lambda: _spawn(self.memory_mb, self._env, self._cage, slot), self._read)
+        worker = _Worker(lambda: _spawn(self.memory_mb, self._env, self._cage, slot))
         thread = threading.Thread(target=self._serve, args=(worker,), name="winnow-worker", daemon=True)
         self._workers.append(worker)
         self._threads.append(thread)
@@ -156,8 +153,8 @@ class _Job(Owed):
 class _Worker:
     """One process at a time, used by one thread; any thread may `kill`."""
 
-    def __init__(self, spawn: Callable[[], Child], read: FirstRead) -> None:
-        self._spawn, self._read = spawn, read
+    def __init__(self, spawn: Callable[[], Child]) -> None:
+        self._spawn = spawn
         self._child: Child | None = None
         self._lock = threading.Lock()
         self._killed = False
@@ -233,10 +230,8 @@ class _Worker:
                 raise KeyError("id")
             value = reply["error"] if "error" in reply else reply[key]
             self.unset = [str(name) for name in reply.get("unset", ())]
-            read = {str(file): str(content) for file, content in dict(reply.get("read", ())).items()}
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"garbled reply {line[:80]!r}") from None
-        self._read.compare(read)
         if "error" in reply:
             raise WorkerError("raised", str(value))
         return value
