@@ -243,20 +243,19 @@ POOLED = """
 class Guess:
     def __init__(self, pool):
         self.pool = pool
-        self.page = "https://example.com:80", "late: no", "x" * 9000 + ".py:f"
+        self.page = "https://example.com:80", "late: no", "train:loss", "x" * 9000 + ".py:f"
 
     def make_env(self, prompt):
         return self.pool.make({target!r}, {{}})
 """
 
 
-@pytest.mark.parametrize("form", ["file", "module", "script"])
+@pytest.mark.parametrize("form", ["file", "script"])
 def test_environments_that_a_pool_makes_by_name(sources: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """The file is named by a constant alone, inside a function."""
     monkeypatch.chdir(sources)
     (sources / "unrelated.py").write_text(AGENTS)
-    named = "unrelated" if form == "module" else "unrelated.py"  # whole, it would count for this file, too
-    text = POOLED.format(target=f"{named}:Room")
+    text = POOLED.format(target="unrelated.py:Room")
     (sources / "methods.py").write_text(text)
     files = {"lib/__init__.py", "lib/deep.py", "lib/shared.py", "unrelated.py"}
     if form != "script":

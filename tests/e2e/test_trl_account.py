@@ -234,7 +234,7 @@ class WithoutReward(OneTurn):
 
 def test_environments_without_a_reward_need_a_function(arguments: dict[str, Any]) -> None:
     given = arguments | {"reward_funcs": env_reward, "train_dataset": None}
-    with pytest.raises(ConfigError, match=r"env_reward, but the environments of .* give no reward; use functions of"):
+    with pytest.raises(ConfigError, match=r"env_reward, but environments of .* give no reward; use functions of"):
         WinnowGRPOTrainer(**given, env=WithoutReward())
 
 

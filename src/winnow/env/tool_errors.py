@@ -11,7 +11,7 @@ from .workers.worker import WorkerError
 
 MOST_CAUSES = 32
 """Errors behind an error that are looked at."""
-NETWORK = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, socket.EAI_AGAIN}
+NETWORK = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 ERRNOS = NETWORK | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """The network is away, or this machine has no files or memory left. A host name that does not exist may be the model's
 invention, and a full disk its work."""
@@ -32,6 +32,8 @@ def is_unavailable(error: BaseException) -> bool:
     errors = [error]
     for each in islice(errors, MOST_CAUSES):  # the list grows; an error may be raised from itself
         if isinstance(each, NOT_THE_MODELS_FAULT) or (isinstance(each, OSError) and each.errno in ERRNOS):
+            return True
+        if isinstance(each, socket.gaierror) and each.errno == socket.EAI_AGAIN:
             return True
         if any(kind.__name__ in LOST and kind.__module__.startswith(CLIENTS) for kind in type(each).__mro__):
             return True

@@ -66,8 +66,8 @@ def _require_env_reward(task: Task, reward_funcs: Any, eval_dataset: Any) -> Non
     none = own or has_no_environment(task) or (len(given) == 1 and getattr(task, "needs_reward_funcs", False))
     if env_reward in given and none:
         raise ConfigError(
-            f"reward_funcs: env_reward, but the environments of {task.name} give no reward; "
-            + ("leave reward_funcs out for the task's own" if own else "use functions of your own")
+            f"reward_funcs: env_reward, but environments of {task.name} give no reward; "
+            + ("leave reward_funcs out for the task's own" if own else "use functions of your own, or add one")
         )
 
 
@@ -204,8 +204,8 @@ class WinnowGRPOTrainer(GRPOTrainer):
         if self._sampled is None:
             rewards: torch.Tensor = super()._calculate_rewards(*given)
             failed = failures_of(self.reward_funcs)
-            if 1 < len(failed) == len(prompts):
-                raise RuntimeError(failed[0])  # not because of one completion
+            if 1 < len(failed) == len(prompts) and not self.state.global_step:
+                raise RuntimeError(failed[0])  # not because of one completion, and nothing is lost
             for row, reason in failed.items():
                 rewards[row] = torch.nan
                 warnings.warn(f"{reason}; this completion has no reward", stacklevel=2)

@@ -28,7 +28,7 @@ from ..base.files import digest, sha256
 
 _INSTALLED = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], str(Path(__file__).parent.parent))
 _NOT_OWN = tuple(os.path.join(os.path.realpath(path), "") for path in _INSTALLED)
-_TARGET = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
+_TARGET = re.compile(r"[\w./-]+\.py:[A-Za-z_][\w.]*")
 MAX_PARTS = 128
 """Largest number of parts of an object or container that are looked at: a longer one holds data."""
 
@@ -127,7 +127,8 @@ class _Code:
         """Add the files that constants name."""
         for constant in constants:
             if isinstance(constant, str) and _TARGET.fullmatch(constant):
-                self._add_named(constant)
+                with suppress(OSError, RuntimeError):  # unreadable, or a loop of links: who imports it says so
+                    self._add_named(constant)
 
     def _add_home(self, module: str) -> None:
         """Add the file of a loaded module, if it is the user's and not the script that is run."""

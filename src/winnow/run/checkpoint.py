@@ -115,11 +115,12 @@ def save(
         failpoint("checkpoint.manifest")
         fsync_tree(temporary)
         failpoint("checkpoint.fsync")
-        if target.exists():  # from an attempt that a resume rolled back
-            _remove(target)
+        replaced = _aside(target) if target.exists() else None  # or from an attempt that a resume rolled back
         temporary.rename(target)
         failpoint("checkpoint.rename")
         fsync(root)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, OSError | SafetensorError):
@@ -142,14 +143,17 @@ def _name(step: int) -> str:
 def _remove(directory: Path) -> None:
     """Remove a checkpoint, renaming it first: a reader must not mistake half of it for a damaged one.
 
-    What cannot be removed now (NFS keeps what somebody reads) goes with the next one. Raises CheckpointError for a
-    link: its target is not the run's to remove.
+    What cannot be removed now (NFS keeps what somebody reads) goes with the next one.
     """
+    shutil.rmtree(_aside(directory), ignore_errors=True)
+
+
+def _aside(directory: Path) -> Path:
+    """Rename a checkpoint that is to be removed. Raises CheckpointError for a link: its target is not the run's."""
     if directory.is_symlink():
         raise CheckpointError(f"{directory}: a symbolic link, not what this run saved; remove it, and resume")
     moved = directory.with_name(f".removing-{time.time_ns()}-{directory.name}")
-    directory.rename(moved)
-    shutil.rmtree(moved, ignore_errors=True)
+    return directory.rename(moved)
 
 
 def _write_manifest(directory: Path, step: int) -> None:

@@ -26,12 +26,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from ...base.child import Child, GroupProcess
-from ...base.files import json_default
+from ...base.files import json_default, sha256
 from .bwrap_worker import Cage
-from .calls import Owed
+from .calls import Owed, warn_from_thread
 from .functions import MAX_REPLY
 
 START_TIMEOUT_S = 120.0
@@ -81,6 +82,8 @@ class WorkerPool:
         """What each function printed in its latest call."""
         self.unset: dict[str, list[str]] = {}
         """Environment variables that look like keys or addresses, and that each function's process missed."""
+        self._read: dict[str, str] = {}
+        """Digest of each file of a function, as the latest process has read it."""
         _open_pools.add(self)
 
     def call(self, target: str, kwargs: Mapping[str, Any], *, called: str = "") -> Future[Any]:
@@ -116,7 +119,7 @@ class WorkerPool:
 
     def _start_thread(self) -> None:
         slot = len(self._workers)
-        worker = _Worker(lambda: _spawn(self.memory_mb, self._env, self._cage, slot))
+        worker = _Worker(lambda: _spawn(self.memory_mb, self._env, self._cage, slot), self._read)
         thread = threading.Thread(target=self._serve, args=(worker,), name="winnow-worker", daemon=True)
         self._workers.append(worker)
         self._threads.append(thread)
@@ -153,8 +156,8 @@ class _Job(Owed):
 class _Worker:
     """One process at a time, used by one thread; any thread may `kill`."""
 
-    def __init__(self, spawn: Callable[[], Child]) -> None:
-        self._spawn = spawn
+    def __init__(self, spawn: Callable[[], Child], read: dict[str, str]) -> None:
+        self._spawn, self._read = spawn, read
         self._child: Child | None = None
         self._lock = threading.Lock()
         self._killed = False
@@ -177,7 +180,9 @@ class _Worker:
         try:
             child.send(request, deadline)
             self._expect("loaded", child, deadline)
-            self._imported.add(job.called)
+            if job.called not in self._imported:
+                self._imported.add(job.called)
+                self._warn_if_edited(job.called.rpartition(":")[0])
             late = f"took over {timeout_s:g} s"
             result = self._expect("result", child, time.monotonic() + timeout_s)
             child.read_ready()
@@ -220,6 +225,17 @@ class _Worker:
                 self._imported.clear()
                 self._child = self._spawn()
             return self._child
+
+    def _warn_if_edited(self, file: str) -> None:
+        """Warn if this process has imported a file that an earlier one has read with other contents."""
+        with contextlib.suppress(OSError):
+            now = sha256(Path(file)) if file.endswith(".py") else ""
+            if self._read.setdefault(file, now) != now:
+                self._read[file] = now
+                warn_from_thread(
+                    f"{file} has changed since the run began: a new worker process has read it as it is now, and "
+                    "others go on with what they read before; restore it, or stop the run and resume it"
+                )
 
     def _expect(self, key: str, child: Child, deadline: float) -> Any:
         """Return `key` of the next reply. Raises WorkerError for an error, ValueError for a garbled reply."""

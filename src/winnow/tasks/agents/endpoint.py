@@ -172,7 +172,7 @@ class Endpoint(ThreadingHTTPServer):
         if name := self.shared_address():
             return f"; {name} in os.environ is the address of one rollout, but {SHARED}: give base_url to its client"
         proxy = _proxy()
-        by_proxy = f"{proxy} is set, so add 127.0.0.1 to NO_PROXY; else " if proxy else ""
+        by_proxy = f"{proxy} is set, so add 127.0.0.1 to {_exceptions()}; else " if proxy else ""
         return (
             f"; no request came to its base_url: {by_proxy}give that to its client ({SHARED}; the address is of this "
             "machine, not of a container or another host)"
@@ -280,9 +280,14 @@ class _Request(BaseHTTPRequestHandler):
         """Log nothing: the console is the user's."""
 
 
+def _exceptions() -> str:
+    """Return the variable that clients read for what needs no proxy: the lower-case one first."""
+    return "no_proxy" if os.environ.get("no_proxy") else "NO_PROXY"
+
+
 def _proxy() -> str:
     """Return the environment variable that sends requests for this machine to a proxy; else empty text."""
-    excepted = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    excepted = os.environ.get(_exceptions(), "")
     if {"127.0.0.1", "*"} & set(excepted.replace(",", " ").split()):
         return ""
     return next((name for name in PROXIES if os.environ.get(name)), "")
