@@ -53,7 +53,7 @@ class Batch(NamedTuple):
         return [*self.groups, *self.again]
 
 
-class CollectorState(TokenTotals, StopCounts):
+class CollectorState(StopCounts, TokenTotals):
     undecided: str
     waiting: list[dict[str, Any]]
     unreplaced: Count

@@ -135,7 +135,7 @@ def test_batches_that_teach_nothing_do_not_end_a_run(
     [
         (1.0, {"max_skipped_steps": 3}, "3 steps had right answers and no signal"),
         (0.0, {"max_skipped_steps": 3}, "3 steps in a row had no group with a signal"),
-        (None, {"max_failed_share": 0.4}, "100% of the rollouts failed.*returned None"),
+        (None, {"max_failed_share": 0.4}, "100% of the rollouts failed.*no reward function gave a number"),
     ],
 )
 def test_limits_that_are_set_end_it(

@@ -162,15 +162,15 @@ def sleeps(base_url, prompt):
             r"agent says_no_number returned str; it must be the reward, None, or a dict of",
         ),
         (shows_a_picture, r"ended without asking the policy anything"),
-        (sleeps, r"TimeoutError: took over 0.5 s"),
+        (sleeps, r"TimeoutError: took over 1.5 s"),
     ],
 )
 def test_an_agent_that_fails_is_no_reward_of_0(tokenizer, agent, reason):
-    limit = 0.5 if agent is sleeps else 60.0
+    limit = 1.5 if agent is sleeps else 60.0
     rollouts, _ = roll(tokenizer, with_agent(OneTurn(), agent, timeout_s=limit), [["a", "b"], ["a", "b"]])
     assert [r.fate for r in rollouts] == [Fate.FAILED] * 2
     assert [r.reward for r in rollouts] == [None] * 2
-    assert all(re.search(reason, r.reason) for r in rollouts), rollouts[0].reason
+    assert all(re.search(reason, r.reason) for r in rollouts), [r.reason for r in rollouts]
 
 
 def test_when_a_rollout_ends_nobody_answers_any_more(tokenizer):

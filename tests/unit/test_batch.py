@@ -161,8 +161,10 @@ def test_failures_of_single_groups_add_up_until_they_can_end_a_run() -> None:
         tally = Tally(BY_REWARDS)
         tally.finished(make_group(step, [None] * 8))
         errors.append(conditions.of_failures(step, tally, 1))
-        if errors[-1] is None:
-            conditions.of_step(step, [], {"updated": 0.0}, tally, 1)
+        state = conditions.state_dict()
+        if errors[-1] is not None:
+            assert state["unjudged_rollouts"] == 0, "or they would stop a resume once more"
+        conditions.of_step(step, [], {"updated": 0.0}, tally, 1)
         state = conditions.state_dict()
     assert errors[:3] == [None] * 3
     assert "100% of the rollouts failed" in str(errors[3])

@@ -101,6 +101,8 @@ class StopConditions(Stateful):
         self.skipped_steps = self.solved_steps = 0
         self.unjudged_failures: dict[str, int] = {}
         self.unjudged_rollouts = 0
+        self._judged = False
+        """Whether failures have stopped the run in this step."""
         self.forget_rejected()
 
     def forget_rejected(self) -> None:
@@ -156,7 +158,7 @@ class StopConditions(Stateful):
         share = sum(n for _, n in faults) / planned
         if not enough or share <= self._limits.max_failed_share:
             return None
-        self.unjudged_failures, self.unjudged_rollouts = {}, 0  # or they would stop a resume once more
+        self.unjudged_failures, self.unjudged_rollouts, self._judged = {}, 0, True  # they stop no resume once more
         cause, count = faults[0]
         so_far = f", {sum(n for _, n in faults)} of the {finished} that have finished" if finished < planned else ""
         return RunStoppedError(
@@ -182,6 +184,7 @@ class StopConditions(Stateful):
         An update without any signal, by a KL or entropy term alone, counts as skipped.
         """
         failed, finished, enough = self._failures(tally, wanted)
+        enough = enough or self._judged
         self.unjudged_failures, self.unjudged_rollouts = ({}, 0) if enough else (dict(failed), finished)
         if not groups and not tally.groups:
             return None  # its places were taken by groups that an earlier step has counted
