@@ -167,16 +167,22 @@ async def leaves_a_task(base_url, prompt, slow):
     assert not done
 
 
+def answered_before_a_slow_one(base_url, prompt, slow):
+    """Return an answer; the next one takes a second."""
+    slow.go_on.set()
+    first = ask(base_url, prompt)
+    slow.go_on.clear()
+    slow.working.clear()
+    threading.Timer(1.0, slow.go_on.set).start()
+    return first
+
+
 @pytest.mark.parametrize("leaves", [leaves_a_thread, leaves_a_task])
 def test_an_answer_after_the_agents_return_is_given_up(tokenizer, leaves):
     """Its connection is open, but the answer cannot have had a part in the reward."""
 
     def agent(base_url, prompt, slow):
-        slow.go_on.set()
-        first = ask(base_url, prompt)
-        slow.go_on.clear()
-        slow.working.clear()
-        threading.Timer(1.0, slow.go_on.set).start()
+        first = answered_before_a_slow_one(base_url, prompt, slow)
         left = leaves(base_url, [*prompt, first, user("Sure?")], slow)
         return 0.5 if left is None else after(left)
 
@@ -195,11 +201,7 @@ def test_a_limit_truncates_no_rollout_by_an_answer_that_nobody_waits_for(tokeniz
     """As where the first of several answers wins: the limit of an answer, or that of the rollout."""
 
     def agent(base_url, prompt, slow):
-        slow.go_on.set()
-        first = ask(base_url, prompt)
-        slow.go_on.clear()
-        slow.working.clear()
-        threading.Timer(1.0, slow.go_on.set).start()
+        first = answered_before_a_slow_one(base_url, prompt, slow)
         leaves_a_thread(base_url, [*prompt, first, user("Sure?")], slow)
         return 0.5
 

@@ -11,8 +11,8 @@ from .workers.worker import WorkerError
 
 MOST_CAUSES = 32
 """Errors behind an error that are looked at."""
-NETWORK = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
-ERRNOS = NETWORK | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+ERRNOS = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+ERRNOS |= {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """The network is away, or this machine has no files or memory left. A host name that does not exist may be the model's
 invention, and a full disk its work."""
 CLIENTS = ("httpx", "httpcore", "aiohttp")

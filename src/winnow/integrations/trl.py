@@ -63,8 +63,8 @@ def _require_env_reward(task: Task, reward_funcs: Any, eval_dataset: Any) -> Non
     if env_reward in given and eval_dataset is not None:
         raise ConfigError("eval_dataset: TRL evaluates without environments, which give env_reward; leave it out")
     own: Sequence[Any] = () if isinstance(task, AgentTask) else task.reward_funcs  # an agent may give a reward, too
-    none = own or has_no_environment(task) or (len(given) == 1 and getattr(task, "needs_reward_funcs", False))
-    if env_reward in given and none:
+    alone = len(given) == 1 and getattr(task, "needs_reward_funcs", False)
+    if env_reward in given and (own or has_no_environment(task) or alone):
         raise ConfigError(
             f"reward_funcs: env_reward, but environments of {task.name} give no reward; "
             + ("leave reward_funcs out for the task's own" if own else "use functions of your own, or add one")

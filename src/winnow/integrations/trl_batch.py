@@ -81,13 +81,13 @@ def batch_of(
 def _merged(rows: Sequence[Tensors], pad_token: int, multiple_of: int) -> Tensors:
     """Merge rows of several generations into one rectangle, padded on the side TRL pads."""
     merged = {}
+    fills = {"prompt_ids": pad_token, "completion_ids": pad_token, "tool_mask": 1}
+    fills["importance_sampling_ratio"] = 1  # VESPO multiplies those of all positions
     for key in rows[0].keys() - {"advantages"}:
         longest = max(len(row[key]) for row in rows)
         if not (key == "importance_sampling_ratio" and longest == 1):  # of the sequence
             longest += -longest % multiple_of
-        fill = {"prompt_ids": pad_token, "completion_ids": pad_token, "tool_mask": 1}.get(key, 0)
-        if key == "importance_sampling_ratio":
-            fill = 1  # VESPO multiplies those of all positions
+        fill = fills.get(key, 0)
         missing = [longest - len(row[key]) for row in rows]
         sides = [(n, 0) if key in PADDED_LEFT else (0, n) for n in missing]
         merged[key] = torch.stack([pad(row[key], side, value=fill) for row, side in zip(rows, sides, strict=True)])

@@ -15,7 +15,8 @@ from .records import LEDGER
 
 
 def is_hosted(run_dir: Path) -> bool:
-    """Whether a directory is the account of a run inside TRL or verl, which has its models elsewhere."""
+    """Whether a directory is the account of a run inside TRL or verl, which has its models elsewhere. False for
+    one whose ledger cannot be read."""
     with suppress(LedgerError, OSError), Ledger.open(run_dir / LEDGER, read_only=True) as ledger:
         return ledger.get_meta("hosted") == "true"
     return False

@@ -102,7 +102,7 @@ class StopConditions(Stateful):
         self.unjudged_failures: dict[str, int] = {}
         self.unjudged_rollouts = 0
         self._judged = False
-        """Whether failures have stopped the run in this step."""
+        """Whether failures have stopped the run: they are not counted for its resume."""
         self.forget_rejected()
 
     def forget_rejected(self) -> None:

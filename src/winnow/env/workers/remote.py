@@ -132,7 +132,7 @@ def host_step(serial: int, text: str, turn: dict[str, Any]) -> dict[str, Any]:
     reward = result.reward
     if isinstance(reward, Mapping):
         reward = {agent: float(value) for agent, value in reward.items()}
-    info = {key: result.info[key] for key in ("progress",) if key in result.info}  # the rest need not be JSON
+    info = {"progress": result.info["progress"]} if "progress" in result.info else {}  # the rest need not be JSON
     return {
         "observation": result.observation,
         "reward": reward if isinstance(reward, Mapping | None) else float(reward),
