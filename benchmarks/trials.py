@@ -96,7 +96,6 @@ ARMS: dict[str, Arm] = {
     "pods": Arm((f"advantage={PROTOTYPES}/pods.py:Pods",)),
     "nat": Arm((f"learner={PROTOTYPES}/nat.py:Nat",)),
     "tree-baseline": Arm((f"learner={PROTOTYPES}/tree_baseline.py:TreeBaseline",)),
-    "tree-baseline-2e-4": Arm((f"learner={PROTOTYPES}/tree_baseline.py:TreeBaseline",), (2e-4,), UNUSED),
     "prefixes": Arm((f"selector={PREFIXES}:Prefixes", f"env.name={PREFIXES}:CountdownWithPrefixes")),
     "demonstrations": Arm((f"selector={PREFIXES}:Demonstrations", f"env.name={PREFIXES}:CountdownWithPrefixes")),
 }

@@ -349,4 +349,5 @@ def test_other_sizes_have_models_records_and_tables_of_their_own(
 
 def test_arms_have_as_many_tries_and_seeds_are_unused(trials: Any) -> None:
     assert {len(arm.rates) for arm in trials.ARMS.values()} == {3}
-    assert not set(trials.SEEDS) & {*trials.TUNING, 0, 1, 2, 3}
+    for arm in trials.ARMS.values():
+        assert not set(arm.seeds) & {*trials.TUNING, 0, 1, 2, 3}
