@@ -33,9 +33,9 @@ from speedrun.table import mean_over_the_clock
 from speedrun.tracks import TRACKS, WORK
 from tables import Column, Figures, Summary, fill
 
-TUNING, SEEDS, UNUSED = (8, 9), (10, 11, 12, 13, 14, 15), (22, 23, 24, 25, 26, 27)
+TUNING, SEEDS, FOLLOWING = (8, 9), (10, 11, 12, 13, 14, 15), (22, 23, 24, 25, 26, 27)
 """No other benchmark has these seeds but 9, on which the speedrun is tuned. An arm that follows from another's result
-has `UNUSED`."""
+has `FOLLOWING`."""
 EARLY = 4
 """Seeds after which a clear arm has no more."""
 PASS_AT_8 = -0.02
@@ -82,7 +82,7 @@ ARMS: dict[str, Arm] = {
     "sapo": Arm(("policy_loss=sapo", "correction=none")),
     "dppo": Arm(("policy_loss=dppo", "correction=none")),
     "muon": Arm(("optim=muon",), (5e-4, 1e-3, 2e-3)),
-    "muon-low": Arm(("optim=muon",), (1.25e-4, 2.5e-4, 5e-4), UNUSED),
+    "muon-low": Arm(("optim=muon",), (1.25e-4, 2.5e-4, 5e-4), FOLLOWING),
     "opob": Arm(("advantage=opob",)),
     "entropy": Arm(("entropy_coef=0.003",)),
     "no-drafts": Arm(("speculative=false",)),

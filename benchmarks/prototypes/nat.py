@@ -15,6 +15,7 @@ from winnow.learner import Learner, LearnerContext, Local, Policy
 from winnow.learner.base import Stats
 from winnow.learner.rows import Row
 from winnow.methods.loss import LossConfig
+from winnow.types import Rollout
 
 NAT_STREAM = 101
 
@@ -84,23 +85,21 @@ def parted(row: Row, end: int, number: int) -> tuple[Row, Row]:
     `number`: of the row in its batch. Both parts count as one rollout, whose ratio is over both.
     """
     rollout = row.rollout
-    first = replace(
-        rollout,
-        token_ids=rollout.token_ids[:end],
-        action_mask=rollout.action_mask[:end],
-        sampler_logp=rollout.sampler_logp[:end],
-        versions=rollout.versions[:end],
-        turns=[],
-        raw_logp=None,
-    )
+    first = with_actions(rollout, rollout.action_mask, end)
     after = rollout.action_mask & (np.arange(len(rollout.token_ids)) >= end)
-    rest = replace(
-        rollout,
-        action_mask=after,
-        sampler_logp=np.where(after, rollout.sampler_logp, np.float32(0)),
-        versions=np.where(after, rollout.versions, np.int32(-1)),
-        turns=[],
-        raw_logp=None,
-    )
+    rest = with_actions(rollout, after, len(after))
     own_number = -1 - number  # the numbers of rollouts with several segments are not negative
     return replace(row, rollout=first, rollout_number=own_number), replace(row, rollout=rest, rollout_number=own_number)
+
+
+def with_actions(rollout: Rollout, mask_T: np.ndarray, end: int) -> Rollout:
+    """Return the rollout's tokens before `end`, of whose actions only those of the mask, bool [T], are left."""
+    return replace(
+        rollout,
+        token_ids=rollout.token_ids[:end],
+        action_mask=mask_T[:end],
+        sampler_logp=np.where(mask_T, rollout.sampler_logp, np.float32(0))[:end],
+        versions=np.where(mask_T, rollout.versions, np.int32(-1))[:end],
+        turns=[],
+        raw_logp=None,
+    )

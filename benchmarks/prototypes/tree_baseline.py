@@ -12,12 +12,13 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from prototypes.nat import with_actions
 
+from winnow.env.chat import common_prefix
 from winnow.learner import Learner, LearnerContext, Local, Policy
 from winnow.learner.base import Stats
 from winnow.learner.rows import Row
 from winnow.methods.loss import LossConfig
-from winnow.types import Rollout
 
 Piece = tuple[int, float]
 """Index one past the tokens that have this baseline, and the baseline."""
@@ -52,13 +53,16 @@ class TreeLearner:
 
 
 def cut(rows: Sequence[Row], prior: float) -> list[Row]:
-    """Return the rows to train. Rows that share a rollout, or have a teacher, are trained as they are."""
+    """Return the rows to train. Raises ValueError on several segments, baselines of the update, and a teacher."""
     found: list[Row] = []
     for _, group in groupby(rows, key=lambda row: row.rollout.prompt_ids):
         members = list(group)
-        if any(row.rollout_number is not None or row.pool is not None for row in members):
-            raise ValueError("prototypes/tree_baseline.py takes rollouts of one segment, with advantage: rloo")
-        rewards = [row.rollout.reward or 0.0 for row in members]
+        special = [value for row in members for value in (row.rollout_number, row.pool, row.teacher_logp)]
+        if any(value is not None for value in special):
+            raise ValueError(
+                "tree_baseline.py takes rollouts of one segment, with advantage: rloo and without a teacher"
+            )
+        rewards = [row.rollout.reward for row in members if row.rollout.reward is not None]  # as all of `rows_of` have
         baselines = token_baselines([row.rollout.token_ids for row in members], rewards, prior)
         for row, pieces in zip(members, baselines, strict=True):
             found += _parts(row, pieces, number=-1 - len(found))
@@ -66,13 +70,16 @@ def cut(rows: Sequence[Row], prior: float) -> list[Row]:
 
 
 def token_baselines(tokens_G: Sequence[np.ndarray], rewards_G: Sequence[float], prior: float) -> list[list[Piece]]:
-    """Return each rollout's pieces, in order; a rollout without a sibling has its own reward as baseline."""
+    """Return each rollout's pieces, in order; a rollout without a sibling has its own reward as baseline.
+
+    `tokens_G`: int64 [T] of each rollout. A piece starts where the one before ends; the last may end after the rollout.
+    """
     return [_pieces(i, tokens_G, rewards_G, prior) for i in range(len(tokens_G))]
 
 
 def _pieces(i: int, tokens_G: Sequence[np.ndarray], rewards_G: Sequence[float], prior: float) -> list[Piece]:
     own = tokens_G[i]
-    # until which token a sibling's tokens before it are the same
+    # of each sibling: the last token before which both have the same tokens
     last = {j: min(common_prefix(own, other), len(other) - 1) for j, other in enumerate(tokens_G) if j != i}
     pieces: list[Piece] = []
     baseline = float(np.mean([rewards_G[j] for j in last])) if last else float(rewards_G[i])
@@ -86,12 +93,6 @@ def _pieces(i: int, tokens_G: Sequence[np.ndarray], rewards_G: Sequence[float], 
     return pieces
 
 
-def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    n = min(len(one), len(other))
-    differs = np.flatnonzero(one[:n] != other[:n])
-    return int(differs[0]) if len(differs) else n
-
-
 def _parts(row: Row, pieces: Sequence[Piece], number: int) -> list[Row]:
     """Return a row for each baseline. All count as one rollout, whose ratio is over all of them."""
     rollout, parts, start = row.rollout, [], 0
@@ -101,20 +102,7 @@ def _parts(row: Row, pieces: Sequence[Piece], number: int) -> list[Row]:
             continue
         mask = rollout.action_mask & (np.arange(len(rollout.token_ids)) >= start)
         if mask[:end].any():
-            part = replace(row, rollout=_only(rollout, mask, end), advantage=rollout.reward - baseline)
+            part = replace(row, rollout=with_actions(rollout, mask, end), advantage=rollout.reward - baseline)
             parts.append(replace(part, rollout_number=number))
         start = end
     return parts
-
-
-def _only(rollout: Rollout, mask: np.ndarray, end: int) -> Rollout:
-    """Return the rollout's tokens before `end`, with the actions of the mask."""
-    return replace(
-        rollout,
-        token_ids=rollout.token_ids[:end],
-        action_mask=mask[:end],
-        sampler_logp=np.where(mask, rollout.sampler_logp, np.float32(0))[:end],
-        versions=np.where(mask, rollout.versions, np.int32(-1))[:end],
-        turns=[],
-        raw_logp=None,
-    )

@@ -351,3 +351,4 @@ def test_arms_have_as_many_tries_and_seeds_are_unused(trials: Any) -> None:
     assert {len(arm.rates) for arm in trials.ARMS.values()} == {3}
     for arm in trials.ARMS.values():
         assert not set(arm.seeds) & {*trials.TUNING, 0, 1, 2, 3}
+    assert not set(trials.SEEDS) & set(trials.FOLLOWING)
