@@ -246,10 +246,10 @@ def reward_of(task: Any, c: Any, counts: dict[str, int]) -> Callable[..., list[f
 
     `computed` has what a batch pads, as the longest completion decides how long all rows are decoded.
     """
-    from winnow.env.rewards.rewarder import BUILTIN
+    from winnow.config.paths import REWARDS
     from winnow.env.workers.functions import load_function, parameters_of
 
-    (function,) = [load_function(BUILTIN[name]) for name in c.reward_funcs or ()] or task.reward_funcs
+    (function,) = [load_function(REWARDS[name]) for name in c.reward_funcs or ()] or task.reward_funcs
     parameters = parameters_of(function)
 
     def reward(
