@@ -23,6 +23,7 @@ BENCHMARKS = {
     "trl_cost": "what a method costs inside TRL",
     "scale_driver": "what a group costs the driver of a cluster",
     "driver_cost": "what a group costs outside the engine, now and before",
+    "generation_in_run": "seconds of generation within a run's steps, and of the engine alone",
     "rows": "a data set of many rows, before the first step",
     "million": "a million rollouts through ledger, report and resume",
     "million_prompts": "selecting among a million prompts",

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -100,10 +100,10 @@ def checkout(revision: str) -> Iterator[Path]:
         yield Path(folder) / "src"
 
 
-def in_a_fresh_process(sources: Path, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, str(BENCH), "driver_cost", "--here", "--model", str(options.model)]
-    command += ["--steps", str(options.steps)]
-    environment = os.environ | {"PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"}
+def in_a_fresh_process(sources: Path, arguments: Sequence[str], threads: int | None = None) -> dict[str, Any]:
+    """Return what a benchmark with these arguments prints last, with the sources of a revision."""
+    environment = os.environ | {"PYTHONPATH": str(sources)} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    command = [sys.executable, str(BENCH), *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -125,7 +125,8 @@ def run(options: argparse.Namespace) -> None:
     options.model = options.model.resolve()
     with checkout(options.against or "HEAD") as earlier:
         sources = {"now": ROOT / "src"} | ({"before": earlier} if options.against else {})
-        sides = {name: partial(in_a_fresh_process, path, options) for name, path in sources.items()}
+        arguments = ["driver_cost", "--here", "--model", str(options.model), "--steps", str(options.steps)]
+        sides = {name: partial(in_a_fresh_process, path, arguments, 1) for name, path in sources.items()}
         rounds = in_turn(sides, options.repeats)
     results: dict[str, Any] = {"what": __doc__, "against": options.against, "machine": machine("cpu"), "rounds": rounds}
     for name in sides:

@@ -76,6 +76,20 @@ def test_an_answer_that_is_too_long_fails_its_rollout_alone(pool: EnvPool) -> No
     assert answer(other.start_step("go")).observation == "8 9"
 
 
+def test_a_new_process_warns_of_an_environment_that_was_edited(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(Path(TOY.rpartition(":")[0]).read_text())
+    pool = EnvPool(1, timeout_s=2.0)
+    env = pool.make(f"{file}:CountingEnv", {"turns": 1})
+    assert answer(env.start_reset()) == " 7"
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(EnvLostError):
+        answer(env.start_step("die"))
+    with pytest.warns(UserWarning, match=rf"{file} has changed since the run began"):
+        answer(pool.make(f"{file}:CountingEnv", {"turns": 1}).start_reset())
+    pool.close()
+
+
 def test_processes_end_with_the_pool_and_its_environments() -> None:
     pool = EnvPool(1)
     env = pool.make(TOY, {"turns": 2})
@@ -188,7 +202,9 @@ def test_a_hundred_episodes_two_workers_killed_and_one_hung(tiny_model: Path) ->
     for step in range(5_000):
         if step in blows:
             which, blow = blows[step]
-            os.kill(pids(pool)[which], blow)
+            (worker,) = pool._homes[which].workers._workers
+            assert worker._child is not None
+            os.kill(worker._child.process.pid, blow)
         groups += runner.poll()
         if not runner.pending:
             break

@@ -19,7 +19,7 @@ from winnow.methods.loss import LossConfig
 from winnow.record.step_metrics import Tally
 from winnow.record.stop_conditions import Limits, StopConditions
 from winnow.sampler.buffer import Buffer, oldest_version
-from winnow.types import GroupKind
+from winnow.types import Decision, EnvStep, GroupKind, Verdict
 
 from ..builders.groups import make_group, make_rollout
 
@@ -193,6 +193,17 @@ def test_a_refill_rejects_enough_groups_before_it_ends_a_run() -> None:
         assert conditions.of_refill(0) is None
         conditions.rejected(make_group(number, [0.0] * 4), "zero variance", None)
     assert "12 groups in a row had no signal (max_refill_rounds=10, and at least 12" in str(conditions.of_refill(0))
+
+
+def test_a_refill_that_gates_starve_blames_the_gates() -> None:
+    conditions = StopConditions(BY_REWARDS, Limits(9, 0.5, 9), FILTERS["zero_variance"](), 1)
+    for number in range(10):
+        group = make_group(number, [None] * 4 if number else [0.0] * 4)
+        group.decisions = [Decision("mine", EnvStep(5), Verdict(number == 0, "all alike"))]
+        conditions.rejected(group, "all alike", "cut" if number else None)
+    error = str(conditions.of_refill(0))
+    assert "of 10 groups in a row gates cut 9, and the others had no signal" in error
+    assert "Let gates cut later or less" in error
 
 
 class TestBuffer:

@@ -112,6 +112,12 @@ def test_help_imports_nothing_large(tmp_path: Path) -> None:
         assert "Usage" in output, command
 
 
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "winnow", "verify", "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ledger" in done.stdout
+
+
 @pytest.mark.slow
 def test_a_command_that_succeeds_imports_no_learner(tmp_path: Path) -> None:
     Ledger.open(tmp_path / "ledger.sqlite").close()

@@ -48,6 +48,14 @@ from winnow.types import KEEP, Group, Verdict
 
 
 @dataclass(frozen=True)
+class Unbuildable(Filter):
+    def build(self, *given: object) -> Filter:
+        raise ValueError("no table of thresholds")
+
+    def rule(self) -> None: ...
+
+
+@dataclass(frozen=True)
 class AtLeast(Filter):
     """Drop groups whose mean reward is too low."""
 
@@ -201,6 +209,19 @@ def test_a_method_that_builds_something_else_is_refused(rules: str, key: str, ru
     c = validate({"model": "m", "env": "e", key: f"winnow_test_rules:{rule}"})
     with pytest.raises(ConfigError, match=message):
         build_methods(c, Options.from_config(c), [Prompt("p", 0, text="x")])
+
+
+def test_gates_that_are_listed_again_are_numbered_among_themselves() -> None:
+    gates = [{"name": "random", "k": k} for k in (1, 2)]
+    c = validate({"model": "m", "env": "e", "gates": [gates[0], "divergence", gates[1]]})
+    assert Options.from_config(c).gate_names == ["random_1", "divergence", "random_2"]
+
+
+def test_an_error_of_a_build_names_its_key(rules: str) -> None:
+    for key in ("filter", "gates"):
+        c = validate({"model": "m", "env": "e", key: "winnow_test_rules:Unbuildable"})
+        with pytest.raises(ConfigError, match=f"^{key}: no table of thresholds"):
+            build_methods(c, Options.from_config(c), [Prompt("p", 0, text="x")])
 
 
 def test_an_audit_has_the_name_of_the_class_without_its_place() -> None:

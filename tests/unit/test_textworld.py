@@ -146,6 +146,11 @@ def test_what_is_no_command_of_the_game_does_nothing_and_costs_a_step(task):
     assert play(task, task.train[0], foul)[-1].reward == 1.0
 
 
+def test_a_command_that_is_none_tells_progress_too():
+    env = TextWorldEnv({"max_score": 3, "verbs": [], "spelled": []}, "react", "score")
+    assert env.step("I am lost").info == {"progress": 0.0}
+
+
 def test_siblings_share_a_game_but_not_its_state(task):
     commands = walk(task)[::2]
     first, second = task.make_env(task.train[0]), task.make_env(task.train[0])

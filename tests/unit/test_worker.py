@@ -161,14 +161,18 @@ def test_what_goes_wrong_is_an_error_and_the_next_call_works(pool, functions, na
     assert pool.call(f"{functions}:add", {"a": 1}).result(60) == 2
 
 
-def test_a_new_process_warns_of_a_file_that_was_edited(pool, tmp_path):
-    file = tmp_path / "mine.py"
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_new_process_warns_of_a_file_that_was_edited(tmp_path, monkeypatch, by_module):
+    monkeypatch.syspath_prepend(tmp_path)
+    file, pool = tmp_path / "mine.py", WorkerPool(1)
+    score = "mine:score" if by_module else f"{file}:score"
     file.write_text("import os\ndef score(end=False):\n    return os._exit(1) if end else 1\n")
-    assert pool.call(f"{file}:score", {}).result(60) == 1
+    assert pool.call(score, {}).result(60) == 1
     file.write_text(file.read_text().replace("else 1", "else 22"))
-    assert pool.call(f"{file}:score", {"end": True}).exception(60).kind == "died"
+    assert pool.call(score, {"end": True}).exception(60).kind == "died"
     with pytest.warns(UserWarning, match=rf"{file} has changed since the run began"):
-        assert pool.call(f"{file}:score", {}).result(60) == 22
+        assert pool.call(score, {}).result(60) == 22
+    pool.close()
 
 
 @pytest.mark.cases(one_in=2)

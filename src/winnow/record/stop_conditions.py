@@ -109,8 +109,8 @@ class StopConditions(Stateful):
         """Forget what a refill has rejected, as after a group that was accepted."""
         self._rejected: list[str] = []
         """Prompts and reasons of consecutive groups that a refill rejected."""
-        self._easy = self._lacking = self._teaching = 0
-        """Number of them that are solved, lack rewards, or had a signal that the filter rejected."""
+        self._easy = self._lacking = self._teaching = self._cut = 0
+        """Number of them that are solved, lack rewards, had a signal that the filter rejected, or that a gate cut."""
 
     def rejected(self, group: Group, reason: str, refusal: str | None) -> None:
         """Count a group that a refilling filter rejected, or that was refused before it (`refusal`)."""
@@ -118,6 +118,7 @@ class StopConditions(Stateful):
         self._rejected.append(f"{group.prompt.id} ({first})")
         self._easy += self._judge.kind(group) is GroupKind.EASY
         self._lacking += group.verdict.keep and refusal is not None
+        self._cut += not group.verdict.keep
         self._teaching += refusal is None and self._judge.teaches(group)
 
     def of_refill(self, step: int) -> RunStoppedError | None:
@@ -138,6 +139,9 @@ class StopConditions(Stateful):
         elif self._lacking:
             said = f"of {n} groups in a row {self._lacking} had missing rewards, and the others no signal"
             remedy = "Find out why rollouts fail" if 2 * self._lacking > n else remedy
+        elif self._cut:
+            said = f"of {n} groups in a row gates cut {self._cut}, and the others had no signal"
+            remedy = "Let gates cut later or less, or set refill: false" if 2 * self._cut > n else remedy
         remedy += self._unknown()
         limit = f"max_refill_rounds={rounds}" + (f", and at least {fewest} groups" if fewest else "")
         return RunStoppedError(

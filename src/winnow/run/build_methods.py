@@ -176,7 +176,8 @@ def build_gates(options: Options, seed: int, judge: GroupJudge) -> dict[str, Gat
     gates: dict[str, Gate] = {}
     given, written = options.methods["gates"], options.names["gates"]
     for each, as_written, name in zip(given, written, options.gate_names, strict=True):
-        gate = each.build(GateContext(name, seed, judge))
+        with _errors_of("gates"):
+            gate = each.build(GateContext(name, seed, judge))
         _require(Gate, gate, "gates", as_written)
         try:
             check_rule(NamedRule(name, gate.rule()))
@@ -191,7 +192,8 @@ def _filter_of(options: Options, seed: int) -> tuple[list[Filter], Filter]:
     given, names = options.methods["filter"], options.names["filter"]
     if not given:
         raise ConfigError("filter: the list is empty; name a filter, or leave filter out")
-    filters = [each.build(seed) if hasattr(each, "build") else each for each in given]
+    with _errors_of("filter"):
+        filters = [each.build(seed) if hasattr(each, "build") else each for each in given]
     for name, each in zip(names, filters, strict=True):
         _require(Filter, each, "filter", name)
     if len(filters) == 1:

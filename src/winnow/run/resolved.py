@@ -76,7 +76,8 @@ class Options:
     def gate_names(self) -> list[str]:
         """The names of the run's gates: those of the methods without a path, numbered if repeated."""
         names = [name.rpartition(":")[2] for name in self.names["gates"]]
-        return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+        numbered = [f"{name}_{names[: i + 1].count(name)}" for i, name in enumerate(names)]
+        return [own if names.count(name) > 1 else name for own, name in zip(numbered, names, strict=True)]
 
     @property
     def asynchronous(self) -> bool:

@@ -27,8 +27,8 @@ class EnvLostError(RuntimeError):
 class EnvPool:
     """`size` processes, started on first use and restarted after a crash. Thread-safe.
 
-    `timeout_s` bounds one reset or step; a reset includes the import of the environment's factory. `independent`: the
-    engine waits for all answers in order, so that runs repeat bit for bit (see `OverlappingEnv`). Only for short steps
+    `timeout_s` bounds one reset or step, without the import of the environment's factory. `independent`: the engine
+    waits for all answers in order, so that runs repeat bit for bit (see `OverlappingEnv`). Only for short steps
     of environments that share no locks, sessions or places.
     """
 
@@ -76,7 +76,7 @@ class RemoteEnv:
 
     def start_reset(self) -> Future[str | None]:
         self._home.living.add(self._serial)
-        answer = self._call("host_reset", target=self._target, kwargs=self._kwargs)
+        answer = self._call("host_reset", self._target, target=self._target, kwargs=self._kwargs)
         return converted(answer, lambda observation: observation, self._as_lost)
 
     def start_step(self, text: str) -> Future[StepResult]:
@@ -91,8 +91,9 @@ class RemoteEnv:
             with suppress(RuntimeError):  # the pool is closed: nothing is held
                 self._call("host_close")
 
-    def _call(self, function: str, **arguments: Any) -> Future[Any]:
-        return self._home.workers.call(f"{__name__}:{function}", {"serial": self._serial, **arguments})
+    def _call(self, function: str, called: str = "", **arguments: Any) -> Future[Any]:
+        arguments["serial"] = self._serial
+        return self._home.workers.call(f"{__name__}:{function}", arguments, called=called)
 
     def _as_lost(self, error: BaseException) -> BaseException:
         """Return the error raised by the environment, or the cause of its loss."""

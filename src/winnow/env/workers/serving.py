@@ -33,9 +33,9 @@ def main() -> None:
 def _serve_one(request: dict[str, Any], reply: Callable[[str], None]) -> None:
     serial, call = request["id"], request["call"]
     try:
-        load_function(call["load"])
-        function = load_function(call["target"])
-        reply(json.dumps({"id": serial, "loaded": True}))
+        loaded, function = load_function(call["load"]), load_function(call["target"])
+        module = sys.modules.get(getattr(loaded, "__module__", ""))
+        reply(json.dumps({"id": serial, "loaded": getattr(module, "__file__", None) or ""}))
         result = awaited(function(**call["kwargs"]))
         sys.stdout.flush()
         answer = json.dumps({"id": serial, "result": result, "unset": sorted(_unset)}, default=json_default)

@@ -179,10 +179,10 @@ class _Worker:
         deadline = time.monotonic() + start_s
         try:
             child.send(request, deadline)
-            self._expect("loaded", child, deadline)
+            file = str(self._expect("loaded", child, deadline))
             if job.called not in self._imported:
                 self._imported.add(job.called)
-                self._warn_if_edited(job.called.rpartition(":")[0])
+                self._warn_if_edited(file)
             late = f"took over {timeout_s:g} s"
             result = self._expect("result", child, time.monotonic() + timeout_s)
             child.read_ready()
@@ -228,8 +228,9 @@ class _Worker:
 
     def _warn_if_edited(self, file: str) -> None:
         """Warn if this process has imported a file that an earlier one has read with other contents."""
+        path = Path(file)
         with contextlib.suppress(OSError):
-            now = sha256(Path(file)) if file.endswith(".py") else ""
+            now = sha256(path) if path.suffix == ".py" and path.is_file() else ""
             if self._read.setdefault(file, now) != now:
                 self._read[file] = now
                 warn_from_thread(

@@ -54,13 +54,15 @@ class TextWorldEnv:
         text = before_stop(text)
         command = parse_action(text) if self._style == "react" else spelled_as_in(self._card, normal_form(text))
         if command is None or not understood(self._card, command):
-            return StepResult(self._shown(NOTHING), self._earned, action=command or "")
+            return StepResult(self._shown(NOTHING), self._earned, info=self._progress(), action=command or "")
         raw, score = self.send(command)
         won, lost = WON in raw, LOST in raw
+        self._earned = score / self._card["max_score"] if self._reward == "score" else float(won)
+        return StepResult(self._shown(readable(raw)), self._earned, won or lost, self._progress(), command)
+
+    def _progress(self) -> dict[str, float]:
         most = self._card["max_score"]
-        self._earned = score / most if self._reward == "score" else float(won)
-        info = {"progress": min(max(score / most, 0.0), 1.0)} if most > 1 else {}
-        return StepResult(self._shown(readable(raw)), self._earned, won or lost, info, command)
+        return {"progress": min(max(self._score / most, 0.0), 1.0)} if most > 1 else {}
 
     def send(self, command: str) -> tuple[str, int]:
         """Return the game's output for a command, and its score so far."""
