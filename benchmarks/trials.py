@@ -60,6 +60,8 @@ class Arm:
     """Reported."""
     decay: float = 0.0
     """Of averaged weights, which are evaluated in place of the last."""
+    span: float = 0.0
+    """The same over a window that grows with the run."""
 
 
 ONE_PROCESS = ("sync=in_process", "rollout_batch=adaptive", "max_lag=1")
@@ -92,6 +94,7 @@ ARMS: dict[str, Arm] = {
     "inverse-sqrt": Arm(INVERSE_SQRT, (1.5e-4, 3e-4, 6e-4)),
     "grpo": Arm(("advantage=grpo",)),
     "averaged": Arm(decay=0.9),
+    "averaged-20": Arm((), (2e-4, 4e-4, 6e-4), FOLLOWING, span=20.0),
     "mixed-rate": Arm((f"step_scale={PROTOTYPES}/mixed_rate.py:MixedRate",)),
     "pods": Arm((f"advantage={PROTOTYPES}/pods.py:Pods",)),
     "nat": Arm((f"learner={PROTOTYPES}/nat.py:Nat",)),
@@ -108,7 +111,7 @@ def spec_of(track: str, arm: Arm, model: str, cap_s: float) -> Spec:
     directory = str(WORK / "trials" / track)
     base, _ = of_speedrun(track)
     spec = Spec(base, "fastest", 0, 0.0, "cpu", model, directory, cap_s, GROWTH, changes, cpu_clock=True)
-    return replace(spec, decay=arm.decay)
+    return replace(spec, decay=arm.decay, span=arm.span)
 
 
 def of_speedrun(track: str) -> tuple[str, int | None]:

@@ -10,18 +10,23 @@ from transformers import TrainerCallback
 
 
 class Averaging(TrainerCallback):
-    """Averages the weights of a run, exponentially over its steps; nothing else of the run sees the average."""
+    """Averages the weights of a run, exponentially over its steps; nothing else of the run sees the average.
 
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
+    `span`: in place of a fixed decay the newest of n steps counts span / (n + span), so that the window grows with the
+    run, as in power-function averages (Karras et al. 2024, arXiv 2312.02696).
+    """
+
+    def __init__(self, decay: float, span: float = 0.0) -> None:
+        self.decay, self.span = decay, span
         self.model: Any = None
         self.averages: dict[str, torch.Tensor] = {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.model = model
+        newest = self.span / (state.global_step + self.span) if self.span else 1 - self.decay
         for name, tensor in model.state_dict().items():
             if name in self.averages:
-                self.averages[name].lerp_(tensor, 1 - self.decay)
+                self.averages[name].lerp_(tensor, newest)
             else:
                 self.averages[name] = tensor.clone()
 

@@ -46,6 +46,8 @@ class Spec:
     """Seconds are CPU seconds of the process: right for one thread, whatever else the machine does."""
     decay: float = 0.0
     """Of the averaged weights that are saved in place of the last; 0: the last."""
+    span: float = 0.0
+    """Of averages over a window that grows with the run (`prototypes/averaging.py`), in place of `decay`."""
 
     @property
     def entry(self) -> Entry:
@@ -124,10 +126,10 @@ def run_winnow(spec: Spec, clock: Any) -> dict[str, Any]:
 
     config = config_of(spec)
     callbacks, averaging = [clock], None
-    if spec.decay:
+    if spec.decay or spec.span:
         from prototypes.averaging import Averaging
 
-        averaging = Averaging(spec.decay)
+        averaging = Averaging(spec.decay, spec.span)
         callbacks = [averaging, clock]
     trainer = Trainer(config=config, callbacks=callbacks)
     scale: Any = trainer.methods.step_scale
