@@ -352,3 +352,20 @@ def test_arms_have_as_many_tries_and_seeds_are_unused(trials: Any) -> None:
     for arm in trials.ARMS.values():
         assert not set(arm.seeds) & {*trials.TUNING, 0, 1, 2, 3}
     assert not set(trials.SEEDS) & set(trials.FOLLOWING)
+
+
+def test_averages_of_a_fixed_and_of_a_growing_window(trials: Any) -> None:
+    from prototypes.averaging import Averaging
+
+    fixed, growing = Averaging(0.75), Averaging(0.0, span=2.0)
+    model = torch.nn.Linear(1, 1, bias=False)
+    for step, weight in enumerate([4.0, 8.0, 16.0], 1):
+        model.weight.data.fill_(weight)
+        for averaging in (fixed, growing):
+            averaging.on_step_end(None, SimpleNamespace(global_step=step), None, model=model)
+    assert fixed.averages["weight"].item() == pytest.approx(0.75 * (0.75 * 4 + 0.25 * 8) + 0.25 * 16)
+    assert growing.averages["weight"].item() == pytest.approx(0.6 * (0.5 * 4 + 0.5 * 8) + 0.4 * 16)
+    seen: list[float] = []
+    growing.saving(lambda directory: seen.append(model.weight.item()))("here")
+    assert seen == [growing.averages["weight"].item()]
+    assert model.weight.item() == 16.0, "the run goes on with its own"
